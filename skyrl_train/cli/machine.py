@@ -35,6 +35,7 @@ from skyrl_train.rollout.environments import (
     split_environment,
     uses_processes,
 )
+from skyrl_train.rollout.envs import model_code
 from skyrl_train.rollout.scoring import reward_problems, server_problems
 from skyrl_train.rollout.tools.formats import TOOL_FORMATS, VLLM_PARSER
 from skyrl_train.rollout.tools.toolbox import tool_schemas
@@ -110,7 +111,7 @@ def _model_problem(path: str) -> tuple[str, str] | None:
         return ("must be a folder in Hugging Face format", "there is no config.json in it") if missing else None
     if folder.is_file():
         return "must be a folder or a GGUF file", f"try {folder.parent}"
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or folder.suffix == ".gguf":
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return "must be an existing folder, a GGUF file, a hub name or builtin:NAME", near_path(path)
     if not is_reachable() and not is_cached(path, dataset=False):
         return (
@@ -129,6 +130,7 @@ def _environment(environment: EnvironmentConfig) -> Iterator[Violation]:
         python = environment.python or ""
         for violation in violations_in_process([spec], python) if apart else environment_violations(spec):
             yield replace(violation, field=violation.field.replace("environment.env_class", field, 1))
+    yield from model_code.violations(environment)
 
 
 def task_violations(environment: EnvironmentConfig) -> Iterator[Violation]:

@@ -217,6 +217,10 @@ class EnvironmentConfig:
     packages do not go with the trainer's (docs/environments.md). It needs numpy, and this package is not installed there."""
     worker_memory_gb: Free[Annotated[PositiveFloat, Most(10**6, "no machine has more")]] = 4.0
     """What a worker process may allocate. Beyond it is a MemoryError, which fails the trajectory."""
+    sandbox: Free[Literal["required", "best", "off"]] = "required"
+    """Where code that the model wrote runs: that of `code` rewards and of `searchcode`, `lcb` and `text2sql`. required: in
+    namespaces (bubblewrap), or not at all; best: with whatever isolation there is here, which the header names; off: with
+    limits alone (docs/rewards.md)."""
     allowed: Free[tuple[str, ...]] = ()
     """Custom environments (`package.module:attr`) that data rows may name in `env_class`, which otherwise name registered
     ones alone: whoever writes data does not choose what code runs."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.sandbox import programs, system_words
 
 LAUNCHER_SETTING = "generator.agent_loop.launcher"
 VARIABLES = (
@@ -173,7 +174,7 @@ def podman(
 
 def bubblewrap(
     *,
-    program: Sequence[str] = ("bwrap",),
+    program: Sequence[str] = (),
     read: Sequence[str] = (),
     options: Sequence[str] = (),
     **sandboxes: Any,
@@ -181,19 +182,14 @@ def bubblewrap(
     """Return the launcher of `bwrap`: this machine's programs, without its files. Memory and processes are not limited.
 
     Args:
+        program: The words that bwrap begins with; where it is found unless given.
         read: Folders that can be read beside /usr: where an agent's own packages are.
         options: Further ones of `bwrap`.
     """
+    program = program or (programs() or ["bwrap"])[:1]
     words = [*program, "--unshare-all", "--share-net", "--new-session", "--die-with-parent", "--proc", "/proc"]
-    words += ["--dev", "/dev", "--tmpfs", "/tmp", "--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
-        place = f"/{name}"
-        if os.path.islink(place):
-            words += ["--symlink", os.readlink(place), place]
-        else:
-            words += ["--ro-bind-try", place, place]
-    for name in ("alternatives", "group", "hosts", "ld.so.cache", "nsswitch.conf", "passwd", "resolv.conf", "ssl"):
-        words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    etc = ("alternatives", "group", "hosts", "ld.so.cache", "nsswitch.conf", "passwd", "resolv.conf", "ssl")
+    words += ["--dev", "/dev", "--tmpfs", "/tmp", *system_words(etc)]
     for folder in read:
         words += ["--ro-bind", folder, folder]
     words += ["--bind", "{folder}", "{folder}", "--chdir", "{folder}", *options]

@@ -62,6 +62,22 @@ def is_one_score(rubric: Sequence[Mapping[str, Any]]) -> bool:
 
 
 IN_TRAINER = frozenset({"judge", "model"})
+MODEL_CODE = frozenset({"searchcode", "lcb", "text2sql"})
+"""Environments of skyrl-gym that run what the model wrote."""
+
+
+def runs_model_code(environment: EnvironmentConfig) -> bool:
+    """Whether something that is configured runs what the model wrote; rows may name further environments."""
+    chosen = "" if environment.env_class is None else split_spec(environment.env_class)[0]
+    return chosen in MODEL_CODE or any(split_spec(entry.spec)[0] == "code" for entry in reward_entries(environment))
+
+
+def with_sandbox(spec: PartSpec, environment: EnvironmentConfig) -> PartSpec:
+    """Return an environment, or a reward, with the level of its sandbox among its arguments where it runs such code."""
+    target, arguments = split_spec(spec)
+    if target not in MODEL_CODE and target != "code":
+        return spec
+    return {TARGET: target, "sandbox": environment.sandbox, **arguments}
 
 
 def reward_entries(environment: EnvironmentConfig) -> tuple[RewardEntry, ...]:
@@ -79,7 +95,7 @@ def reward_entries(environment: EnvironmentConfig) -> tuple[RewardEntry, ...]:
             RewardEntry(
                 setting=setting,
                 name=own if names.count(own) == 1 else f"{own}_{names.count(own)}",
-                spec={TARGET: target, **passed} if passed else target,
+                spec=with_sandbox({TARGET: target, **passed} if passed else target, environment),
                 weight=arguments.get("weight", 1.0),
                 normalize=arguments.get("normalize"),
             )

@@ -26,7 +26,7 @@ from skyrl_train.plan.device_report import BundleGroup, PlacementReport
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.machine import MachineRates, StepTime, predicted_rates, remembered_rates
 from skyrl_train.plan.memory import DeviceMemory, planned_models
-from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, size_notes
+from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, sandbox_notes, size_notes
 from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
 from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
@@ -109,6 +109,7 @@ def make_plan_report(
             ),
             *estimate_notes(estimates),
             *environment_notes(config.environment.env_class),
+            *sandbox_notes(config.environment),
             *data_notes(config.data),
         ),
         memory=memory,

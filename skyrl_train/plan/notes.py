@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from skyrl_train.config.data import NO_HELD_OUT, DataConfig
+from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
 from skyrl_train.config.fields import unusual_values
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
 from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div, span
 from skyrl_train.plan.estimate import PassEstimate
 from skyrl_train.registry import PartSpec, part_name
+from skyrl_train.rollout.envs.model_code import sandbox_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,20 @@ def environment_notes(env_class: PartSpec | None) -> list[PlanNote]:
             cost="right answers written `#### 42.`, `#### 42.0` or `#### $42`, or after another one, earn 0 or the reward "
             "for form; environment=word_problems accepts them and takes the last, where answers are integers",
         )
+    ]
+
+
+def sandbox_notes(environment: EnvironmentConfig) -> list[PlanNote]:
+    """What the code that the model writes is not kept from."""
+    if environment.sandbox == "required":
+        return []
+    return [
+        PlanNote(
+            field="environment.sandbox",
+            fact=f"the model's code runs in a sandbox that is {line}",
+            cost="what it lacks, a program of the model can use; environment.sandbox=required starts only with namespaces",
+        )
+        for line in sandbox_lines(environment)
     ]
 
 

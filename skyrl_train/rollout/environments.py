@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from skyrl_train.config.parts import ENVIRONMENTS
-from skyrl_train.config.rewards import reward_entries
+from skyrl_train.config.rewards import MODEL_CODE, reward_entries
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.interfaces import Environment
 from skyrl_train.objects import ON_THREADS, has_object
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, part_name, split_spec, unknown_name
+from skyrl_train.rollout.envs.model_code import in_sandbox, sandbox_lines
 
 if TYPE_CHECKING:
     from skyrl_train.config.schema import EnvironmentConfig
@@ -69,7 +70,9 @@ def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
     # A copy each: environments write into what they are given, and the samples of a prompt share their row.
     own = copy.deepcopy(dict(extras))
     if _is_registered(name):
-        return create(env_config=_env_config(name, arguments), extras=own)
+        level = arguments.pop("sandbox", "required")
+        environment = create(env_config=_env_config(name, arguments), extras=own)
+        return in_sandbox(environment, name, level) if name in MODEL_CODE else environment
     settings = arguments.pop("env_config", {})
     return create(env_config=SimpleNamespace(**settings), extras=own, **copy.deepcopy(arguments))
 
@@ -142,6 +145,7 @@ def reward_lines(environment: EnvironmentConfig) -> list[str]:
     """Return what a run's first lines say of its rewards: where they run, which they are, and where to read their prints."""
     lines = [f"isolation   {ON_THREADS}"] if has_object(asdict(environment)) else []
     lines += [f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(environment)]
+    lines += [f"sandbox     {line}" for line in sandbox_lines(environment)]
     in_processes = uses_processes(environment)
     return [*lines, *(["prints      of environments and rewards: environments.log"] if in_processes else [])]
 

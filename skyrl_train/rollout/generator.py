@@ -19,6 +19,7 @@ from typing import Any
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.mix import MixedDataset
 from skyrl_train.config.parts import AGENT_LOOPS
+from skyrl_train.config.rewards import with_sandbox
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine, ReportsMetrics
@@ -359,7 +360,7 @@ class RolloutGenerator:
         extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
         session = EnvironmentSession(
             task.hosts,
-            task.environment.env_class or env_class,
+            with_sandbox(task.environment.env_class or env_class, task.environment),
             extras,
             name=env_class.rpartition(":")[2],
             tools=ToolSettings(specs=task.environment.tools, max_result_chars=task.environment.max_tool_result_chars),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, cast
 
+from skyrl_train import sandbox
 from skyrl_train.config.parts import REWARDS
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
@@ -27,6 +28,7 @@ from skyrl_train.rollout.peer_rewards import (
     trl_arguments,
     verl_arguments,
 )
+from skyrl_train.rollout.rewards import HeldReward
 from skyrl_train.types import ChatMessage
 
 Form = Literal["each", "batched", "group"]
@@ -49,6 +51,10 @@ class RewardFacts:
     """Columns of the data that it cannot be called without."""
     convention: Convention = "own"
     """Whose signature it has."""
+    range: tuple[float, float] | None = None
+    """The lowest and the highest value that it declares; None where it declares none."""
+    counts: tuple[str, ...] = ()
+    """Of the names that it returns, those that are reported and are no rewards."""
 
 
 class SingleTurn:
@@ -125,6 +131,8 @@ def reward_violations(spec: PartSpec, setting: str) -> list[Violation]:
     if module and find_spec(module) is None:
         remedy = f"pip install {package}"
         return [Violation.of(setting, target, f"needs the library {package}, which is not installed here", remedy)]
+    if target == "code" and (found := sandbox.violations(arguments.get("sandbox", "required"), "the reward code")):
+        return found
     if inspect.isclass(part):
         if found := list(argument_violations(part, arguments, field=setting, name=target)):
             return found
@@ -175,7 +183,15 @@ def reward_facts(spec: PartSpec) -> RewardFacts:
     form, convention = _form(part), _convention(part)
     of_peers = {"own": (), "trl": OF_TRL, "verl": OF_VERL}[convention]
     given = {*_GIVEN, *bound, *(PLURALS if form != "each" else ()), *of_peers}
-    return RewardFacts(form=form, columns=tuple(name for name in columns if name not in given), convention=convention)
+    # Those of ours that are held say it of their settings; nothing else is made for it.
+    declares = reward_function(spec) if isinstance(part, type) and issubclass(part, HeldReward) else part
+    return RewardFacts(
+        form=form,
+        columns=tuple(name for name in columns if name not in given),
+        convention=convention,
+        range=getattr(declares, "reward_range", None),
+        counts=getattr(declares, "reward_counts", ()),
+    )
 
 
 def call_reward(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> object:

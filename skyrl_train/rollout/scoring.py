@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ from skyrl_train.rollout.env_boundary import (
 )
 from skyrl_train.rollout.env_local import IMPORT_DEADLINE_S, LocalWorkers, WorkerSettings, check_arguments
 from skyrl_train.rollout.environments import uses_processes
-from skyrl_train.rollout.peer_rewards import SCORE, Convention
+from skyrl_train.rollout.peer_rewards import SCORE
 from skyrl_train.rollout.reward_functions import (
     RewardFacts,
     call_reward_here,
@@ -68,7 +69,7 @@ class Rewards:
         entries = [entry for entry in self._entries if self._form(entry) == "each"]
         answers = await asyncio.gather(*(self._ask(entry, prompt, [trajectory]) for entry in entries))
         for entry, (answer,) in zip(entries, answers):
-            trajectory = _with_score(trajectory, entry, answer, self._facts[entry.setting].convention)
+            trajectory = _with_score(trajectory, entry, answer, self._facts[entry.setting])
         return trajectory
 
     async def score_group(
@@ -88,7 +89,7 @@ class Rewards:
                 )
                 answers = [answer for (answer,) in alone]
             for index, answer in zip(left, answers):
-                scored[index] = _with_score(scored[index], entry, answer, self._facts[entry.setting].convention)
+                scored[index] = _with_score(scored[index], entry, answer, self._facts[entry.setting])
         return [self._scored_at_all(one) for one in scored]
 
     def _scored_at_all(self, trajectory: Trajectory) -> Trajectory:
@@ -140,22 +141,20 @@ class Rewards:
         return [broken] * len(trajectories)
 
 
-def _with_score(
-    trajectory: Trajectory, entry: RewardEntry, answer: Score | Broken, convention: Convention
-) -> Trajectory:
+def _with_score(trajectory: Trajectory, entry: RewardEntry, answer: Score | Broken, facts: RewardFacts) -> Trajectory:
     """Return the trajectory with one more reward, whose weighted value goes to its last turn; failed where there is none.
     TRL's None leaves the others to score it."""
-    if trajectory.failed or (answer is None and convention == "trl"):
+    if trajectory.failed or (answer is None and facts.convention == "trl"):
         return trajectory
     try:
         if isinstance(answer, Broken):
             raise answer
         if answer is None:
             raise Broken(FailureKind.NOT_SCORED, f"{entry.name} returned None: not scored")
-        if convention == "verl" and isinstance(answer, Mapping) and not isinstance(entry.weight, Mapping):
+        if facts.convention == "verl" and isinstance(answer, Mapping) and not isinstance(entry.weight, Mapping):
             answer = _of_verl(entry, answer)
             entry = replace(entry, weight={entry.name: entry.weight})
-        rewards, value = _components(trajectory, entry, answer)
+        rewards, value = _components(trajectory, entry, answer, facts)
         last = trajectory.turns[-1]
         last = replace(last, reward=check_reward(last.reward + value, source=entry.name))
     except Broken as broken:
@@ -174,10 +173,15 @@ def _of_verl(entry: RewardEntry, score: Mapping[str, float]) -> dict[str, float]
 
 
 def _components(
-    trajectory: Trajectory, entry: RewardEntry, score: float | Mapping[str, float]
+    trajectory: Trajectory, entry: RewardEntry, score: float | Mapping[str, float], facts: RewardFacts
 ) -> tuple[Mapping[str, float], float]:
-    """Return a function's rewards by name, and their weighted sum. Raises Broken where names do not fit."""
+    """Return a function's rewards by name, and their weighted sum. Raises Broken where names do not fit, or a value is
+    outside the range that the function declares."""
     rewards = score if isinstance(score, Mapping) else {entry.name: score}
+    counted = {f"{entry.name}_{name}": rewards[name] for name in facts.counts if name in rewards}
+    if facts.counts:
+        (value,) = (value for name, value in rewards.items() if name not in facts.counts)
+        rewards = {entry.name: value}
     if isinstance(entry.weight, Mapping):
         weights: Mapping[str, float] = entry.weight
         if missing := [name for name in weights if name not in rewards]:
@@ -185,10 +189,16 @@ def _components(
             raise Broken(FailureKind.INVALID_REWARD, message)
     else:
         weights = dict.fromkeys(rewards, entry.weight)
+    low, high = facts.range or (-math.inf, math.inf)
+    for name in weights:
+        if not low <= rewards[name] <= high:
+            said = f"{entry.name} returned {name}={rewards[name]:g}"
+            message = f"{said}, outside the range {low:g} to {high:g} that it declares"
+            raise Broken(FailureKind.INVALID_REWARD, message)
     if twice := [name for name in rewards if name in trajectory.rewards]:
         message = f"{entry.name} returned {', '.join(twice)}, and another reward has that name"
         raise Broken(FailureKind.INVALID_REWARD, message)
-    return rewards, sum(weight * rewards[name] for name, weight in weights.items())
+    return {**rewards, **counted}, sum(weight * rewards[name] for name, weight in weights.items())
 
 
 def held_rewards(entries: Iterable[RewardEntry]) -> list[tuple[RewardEntry, HeldReward]]:
@@ -331,4 +341,11 @@ def _facts_in_process(specs: str) -> Mapping[str, RewardFacts]:
         raise ConfigError(
             [Violation(field="environment.rewards", rule=rule, value=value, remedy=str(error))]
         ) from error
-    return {setting: RewardFacts(**{**facts, "columns": tuple(facts["columns"])}) for setting, facts in found.items()}
+    return {
+        setting: RewardFacts(**{name: _tuple(value) for name, value in each.items()}) for setting, each in found.items()
+    }
+
+
+def _tuple(value: object) -> Any:
+    """Return what JSON made a list of as it was."""
+    return tuple(value) if isinstance(value, list) else value

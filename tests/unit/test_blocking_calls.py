@@ -182,6 +182,8 @@ EXCEPTIONS: Exceptions = {
         "self._lock",
     ): "held while an answer is sent; the trainer reads it, or ends the worker at the deadline of a call",
     ("skyrl_train/rollout/env_worker.py", "socket.socket"): "one end of a pair that was made elsewhere",
+    ("skyrl_train/sandbox_child.py", "socket.socket"): "one end of a pair that was made elsewhere",
+    ("skyrl_train/sandbox_child.py", "self._link.recv"): "the sandbox is ended from outside at the call's deadline",
     ("skyrl_train/rollout/generator.py", "asyncio.as_completed"): "trajectories, of which every await has a deadline",
     ("skyrl_train/rollout/generator.py", "task.result"): _IS_DONE,
     ("skyrl_train/rollout/loop_thread.py", "future.result"): _IS_DONE,

@@ -61,6 +61,8 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/distributed/collectives.py", "dist.broadcast_object_list"): _RANKS,
     ("skyrl_train/distributed/collectives.py", "dist.all_gather_object"): _RANKS,
     ("skyrl_train/distributed/fsdp.py", "dist.broadcast_object_list"): _RANKS,
+    ("skyrl_train/sandbox_child.py", "exec"): "what a sandbox is for",
+    ("skyrl_train/sandbox_child.py", "compile"): "what a sandbox is for",
     ("scripts/preset_layouts.py", "dist.all_gather_object"): _RANKS,
     ("scripts/bench/long_rows.py", "torch.load"): "of what the script's own processes wrote a moment ago",
     ("scripts/bench/update_ranks.py", "torch.load"): "of what the script's own processes wrote a moment ago",

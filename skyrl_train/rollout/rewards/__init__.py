@@ -24,11 +24,13 @@ that stand beside it and then called. Two decorators say that it takes several t
                 the prompt (`prompt`, `uid`, columns) is given once; returns a list
 
 Where it runs: in the worker processes of environments, each call within `environment.step_timeout_s`. What it raises, or a
-deadline that it exceeds, fails the trajectory that it was called for, and never becomes a reward.
+deadline that it exceeds, fails the trajectory that it was called for, and never becomes a reward. So does a value outside
+the range that `@within(low, high)` declares.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,6 +52,20 @@ def group(score: F) -> F:
     return score
 
 
+def within(low: float, high: float, counts: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Declare the lowest and the highest value of a reward, each of its values where it returns several by name: one outside
+    fails its trajectory with that reason. `counts` names values that are reported beside it and are no reward. Raises
+    ValueError where they are not finite, or in the other order."""
+    if not -math.inf < low <= high < math.inf:
+        raise ValueError(f"within({low}, {high}): must be finite, and the lowest first")
+
+    def declare(score: F) -> F:
+        score.reward_range, score.reward_counts = (low, high), counts  # type: ignore[attr-defined]
+        return score
+
+    return declare
+
+
 class HeldReward:
     """A reward of this package that is called in the trainer's process, where it holds a model or connections. As it stands
     here it needs no column, asks no server and measures nothing."""
@@ -65,6 +81,11 @@ class HeldReward:
     async def problem(self) -> str:
         """Return why the server that it asks is of no use, in one line; empty where it is, or there is none."""
         return ""
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """The lowest and the highest value of each of its components, as its settings say."""
+        raise NotImplementedError
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return what it did since the last time, e.g. `calls`: what depends on the machine."""

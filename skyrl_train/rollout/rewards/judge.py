@@ -128,6 +128,11 @@ class Judge(HeldReward):
             self._counts.failures += 1
             raise
 
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """As the rubric's weights, and its grades where those are asked for, say."""
+        return self._rubric.range
+
     def violations(self, setting: str) -> Iterator[Violation]:
         """What is wrong with the settings, found without the network; `setting` is where they are."""
         if not self._model:

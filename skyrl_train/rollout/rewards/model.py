@@ -7,6 +7,7 @@ samples of a prompt are scored together, so that what is computed in one batch d
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -47,6 +48,7 @@ class RewardModel(HeldReward):
         timeout_s: float = 300.0,
         max_retries: int = 4,
         api_key_env: str = "SKYRL_TRAIN_REWARD_MODEL_API_KEY",
+        range: Sequence[float] = (-100.0, 100.0),
     ) -> None:
         """
         Args:
@@ -63,7 +65,9 @@ class RewardModel(HeldReward):
             timeout_s: Deadline of scoring the samples of one prompt.
             max_retries: Attempts after the first, for what the server did not answer or answered with a passing error.
             api_key_env: Environment variable that holds the server's key, where it wants one.
+            range: Lowest and highest score that the model gives; one outside fails its trajectory.
         """
+        self._range = tuple(range)
         self.path, self.revision, self.dtype, self.placement, self.device = path, revision, dtype, placement, device
         self.max_batch_tokens, self.label, self.weights = max_batch_tokens, label, weights
         self.timeout_s, self._url, self._served_model = timeout_s, url.rstrip("/"), served_model
@@ -88,8 +92,17 @@ class RewardModel(HeldReward):
             raise SkyrlTrainError(f"nothing holds the reward model {self.path!r}")
         return await asyncio.wait_for(self._scores(messages), self.timeout_s)
 
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """As `range` says."""
+        low, high = self._range
+        return float(low), float(high)
+
     def violations(self, setting: str) -> Iterator[Violation]:
         """What is wrong with the settings, found without the model; `setting` is where they are."""
+        if len(self._range) != 2 or not -math.inf < self._range[0] < self._range[1] < math.inf:
+            rule, remedy = "must be the lowest and the highest score", "write range: [-100, 100]"
+            yield Violation.of(f"{setting}.range", list(self._range), rule, remedy)
         if bool(self.path) == bool(self._url) or bool(self._url) != bool(self._served_model):
             rule, remedy = "must name a model", "write path: FOLDER, or url: http://HOST:PORT and served_model: NAME"
             yield Violation.of(setting, self.path or self._url, rule, remedy)

@@ -7,12 +7,17 @@ Each is a function, or a class whose objects are called, as `rollout/rewards/__i
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_train.rollout.rewards.code_run import passed_tests
+from skyrl_train.rollout.rewards import within
+from skyrl_train.rollout.rewards.code_run import run_tests
+from skyrl_train.sandbox import Level
 from skyrl_train.wording import counted
+
+logger = logging.getLogger(__name__)
 
 _CHOICES = (
     re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}"),
@@ -23,6 +28,7 @@ _CHOICES = (
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
+@within(0.0, 1.0)
 def exact_match(completion: str, answer: object, *, ignore_case: bool = False, strip: bool = True) -> float:
     """1 where the response is the answer and nothing else, after white space around both is taken off; else 0."""
     given, wanted = completion, str(answer)
@@ -31,6 +37,7 @@ def exact_match(completion: str, answer: object, *, ignore_case: bool = False, s
     return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
 
 
+@within(0.0, 1.0)
 def choice(completion: str, answer: object) -> float:
     """1 where the response chooses the letter `answer`: the last in a box, after "answer is", or in brackets, or the only
     thing said; else 0."""
@@ -38,6 +45,7 @@ def choice(completion: str, answer: object) -> float:
     return float(chosen.upper() == str(answer).strip().strip("().").upper())
 
 
+@within(0.0, 1.0)
 def math_verify(completion: str, answer: object) -> float:
     """1 where the response's last expression equals the answer, as the library math-verify reads both; else 0.
 
@@ -52,6 +60,7 @@ def math_verify(completion: str, answer: object) -> float:
     return float(verify(wanted, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
+@within(0.0, 1.0)
 class JsonSchema:
     """1 where the response, or the last fenced block in it, is JSON that fits the schema; else 0."""
 
@@ -81,6 +90,7 @@ class JsonSchema:
         return 1.0
 
 
+@within(0.0, 1.0)
 class Regex:
     """1 where the response contains the pattern, or where a group of its last match is the answer; else 0."""
 
@@ -100,6 +110,7 @@ class Regex:
         return float((found[-1][self._answer_group] or "").strip() == str(answer).strip())
 
 
+@within(0.0, 1.0, counts=("undecided_tests",))
 def code(
     completion: str,
     tests: Sequence[str] | str,
@@ -107,17 +118,24 @@ def code(
     timeout_s: float = 5.0,
     memory_mb: int = 512,
     partial: bool = False,
-) -> float:
+    sandbox: Level = "required",
+) -> dict[str, float]:
     """1 where the response's Python code, its last fenced block or all of it, passes all tests; else 0, or with `partial`
-    the share that passes. `tests` are statements, such as `assert add(1, 2) == 3`; `code_run.py` says what limits hold."""
+    the share that passes. `tests` are statements, such as `assert add(1, 2) == 3`; those that cannot be decided without
+    the program's own classes do not pass, and are counted as `undecided_tests`. `sandbox.py` says what limits hold."""
     fenced = _FENCED.findall(completion)
     each = [tests] if isinstance(tests, str) else list(tests)
     if not each:
         raise ValueError("the row has no tests")
-    passed = passed_tests(fenced[-1] if fenced else completion, each, timeout_s=timeout_s, memory_mb=memory_mb)
-    return passed / len(each) if partial else float(passed == len(each))
+    source = fenced[-1] if fenced else completion
+    verdict = run_tests(source, each, timeout_s=timeout_s, memory_mb=memory_mb, sandbox=sandbox)
+    for reason in dict.fromkeys(verdict.undecided):
+        logger.warning("a test of the reward code did not pass: %s", reason)
+    score = verdict.passed / len(each) if partial else float(verdict.passed == len(each))
+    return {"code": score, "undecided_tests": float(len(verdict.undecided))}
 
 
+@within(-1.0, 0.0)
 class LengthPenalty:
     """0 up to `start` tokens of all responses, -1 from `end` on, on a line in between (DAPO, arXiv:2503.14476, eq. 13)."""
 
@@ -131,6 +149,7 @@ class LengthPenalty:
         return -min(1.0, max(0.0, (response_length - self._start) / (self._end - self._start)))
 
 
+@within(-1.0, 0.0)
 def not_stopped_penalty(stop_reason: str) -> float:
     """-1 where the last response did not end by itself, else 0; its weight says how much that is."""
     return 0.0 if stop_reason == "stop" else -1.0

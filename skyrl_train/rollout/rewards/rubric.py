@@ -58,6 +58,14 @@ class Rubric:
         if self._pattern and (problem := self._pattern_problem()):
             yield Violation.of(f"{setting}.pattern", self._pattern, problem, "write one such as '{name} is (\\d+)'")
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest value of `score`."""
+        grades = self._grades.values() if self._reply == "grades" else (0.0, 1.0)
+        weights = [float(each.get("weight", 1.0)) for each in self._criteria.values()]
+        ends = [weight * grade for weight in weights for grade in (min(grades), max(grades))]
+        return min(ends), max(ends)
+
     def instructions(self) -> str:
         """Return what a judge is told of criteria and of the form of its reply."""
         criteria = "\n".join(f"- {name}: {each.get('criterion', name)}" for name, each in self._criteria.items())

@@ -28,10 +28,10 @@ def test_a_built_in_environment_is_found_by_name() -> None:
         ("aime", {"reward_model": {"ground_truth": "4"}}),
         ("search", {"reward_spec": {"ground_truth": {"target": ["4"]}}}),
         ("searchcode", ROW),
-        ("lcb", {"reward_spec": {"ground_truth": "[]"}}),
+        ({"_target_": "lcb", "sandbox": "off"}, {"reward_spec": {"ground_truth": "[]"}}),
     ],
 )
-def test_environments_registered_in_skyrl_gym_are_found_by_name(env_class: str, row: dict[str, Any]) -> None:
+def test_environments_registered_in_skyrl_gym_are_found_by_name(env_class: Any, row: dict[str, Any]) -> None:
     environment = make_environment(env_class, row)
     assert environment.init([{"role": "user", "content": "2+2?"}])[0] == [{"role": "user", "content": "2+2?"}]
     environment.close()

