@@ -3,7 +3,8 @@
 Prints every batch size, the padding to be expected, learning rates, what is kept and moved, and every violation at once.
 `plan.lengths=FILE` takes the lengths of recorded rollouts; `--format json` is for scripts. Exit status 2 where something
 is violated. `plan.device_memory_gb=80` adds what each pass holds on such a device, by kind, and the largest micro-batch
-that fits: predicted, without one; the first plan of a model traces its step, which takes seconds.
+that fits: predicted, without one; the first plan of a model traces its step, which takes seconds. So does the first plan
+on a CPU, which measures what it computes in a second, for the time of a step; `plan.rates=none` leaves that out.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError, Violation
 from skyrl_train.memory.model_sizes import local_folder, model_sizes
 from skyrl_train.model.vocabulary import check_special_tokens_of, stated_vocabulary_size
+from skyrl_train.plan.calibration import machine_rates
 from skyrl_train.plan.dry_run import make_plan_report, placement_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.memory import head_violations, plan_memory
 from skyrl_train.plan.report import render_text, to_json
-from skyrl_train.plan.time import rates_of
+from skyrl_train.plan.time import NO_TIME, rates_of
 from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools
 from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.rollout.tools.formats import make_parser
@@ -66,17 +68,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             mix=() if refused else datasets,
         )
         notes = [note] if note else []
+        progress = Progress()
         placement, memory, asked_for_memory = None, None, config.plan.device_memory_gb > 0
         try:
             config, found, assumed = place_for_plan(config)
             notes += assumed
             placement = placement_report(config, found)
             try:
-                memory = plan_memory(config, announce=lambda text: sys.stderr.write(f"note: {text}\n"))
+                memory = plan_memory(config, announce=progress.tell)
             except ModelError as error:
                 if asked_for_memory:
                     raise
                 notes.append(f"Memory is left out. {error}")
+            finally:
+                progress.end()
             violations = [
                 *validate_config(config),
                 *head_violations(config),
@@ -86,9 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             violations = [*error.violations, *validate_config(config, refused=["placement"])]
         violations += task_violations(config.environment)
         notes += check_vocabulary(config.model)
-        for data, environment in [(each.data, each.environment) for each in datasets] or [
-            (config.data, config.environment)
-        ]:
+        evaluated = [(each.data, each.environment) for each in datasets] or [(config.data, config.environment)]
+        for data, environment in evaluated:
             found_here = template_violations(config.model, data, environment)
             violations += [each for each in found_here if each not in violations]
         report = make_plan_report(
@@ -100,13 +104,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             memory=memory,
             placement=placement,
             rates=rates_of(config.plan),
+            machine=None
+            if config.plan.rates == NO_TIME
+            else lambda platform, dtype: machine_rates(platform, dtype, announce=progress.tell),
+            num_eval_prompts=sum(_count_eval_prompts(each, environment) for each, environment in evaluated),
         )
+        progress.end()
     except SkyrlTrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
     text = "\n".join([*(f"note: {each}" for each in notes), render_text(report)])
     sys.stdout.write((to_json(report) if args.format == "json" else text).rstrip("\n") + "\n")
     return 2 if report.violations else 0
+
+
+class Progress:
+    """Says on stderr what takes seconds: at a terminal on one line that is written anew, else on a line each."""
+
+    def __init__(self) -> None:
+        self._rewrites, self._width = sys.stderr.isatty(), 0
+
+    def tell(self, text: str) -> None:
+        """Say what is done now."""
+        shown = f"note: {text}"
+        sys.stderr.write(f"\r{shown:<{self._width}}" if self._rewrites else f"{shown}\n")
+        sys.stderr.flush()
+        self._width = len(shown)
+
+    def end(self) -> None:
+        """Leave the terminal's line empty."""
+        if self._rewrites and self._width:
+            sys.stderr.write(f"\r{'':<{self._width}}\r")
+            sys.stderr.flush()
+        self._width = 0
 
 
 def _compose(overrides: Sequence[str], config_dir: str | None) -> Config:
@@ -151,6 +181,17 @@ def count_train_prompts(
         return len(checked_prompts(data, data.train, data.max_train_prompts, environment)), ""
     except ConfigError:  # likewise, or of the environment
         return assumed.train_batch_size, _UNCOUNTED
+
+
+def _count_eval_prompts(data: DataConfig, environment: EnvironmentConfig) -> int:
+    """Held-out prompts; 0 where they are not on this machine, or cannot be read, which a run tells."""
+    held_out = data.held_out
+    try:
+        if not held_out or any(source.on_hub for source in find_sources(held_out, data.reader)):
+            return 0
+        return len(checked_prompts(data, held_out, data.max_validation_prompts, environment))
+    except (ConfigError, DataError):
+        return 0
 
 
 def check_vocabulary(model: ModelConfig) -> list[str]:
@@ -213,7 +254,9 @@ def _parameters_in(file: Path) -> int:
 def _rollouts_of(plan: PlanConfig) -> str:
     """Where the lengths are recorded: what is stated, or the rollouts of the run whose rates are taken."""
     recorded = Path(plan.rates) / "rollouts"
-    return plan.lengths or (str(recorded) if plan.rates and any(recorded.glob("train_step_*")) else "")
+    return plan.lengths or (
+        str(recorded) if plan.rates not in ("", NO_TIME) and any(recorded.glob("train_step_*")) else ""
+    )
 
 
 def _lengths(recorded: str, *, step_wise: bool) -> RowLengths | None:

@@ -319,8 +319,9 @@ class PlanConfig:
     one, or the name of a well-known model, e.g. `Qwen2.5-7B`."""
     rates: str = ""
     """The folder of a run whose `metrics.jsonl` says how fast one rank, with its share of the engines, is: the plan then
-    shows the time of each phase, and device-hours. Recorded rollouts there are the lengths, unless `plan.lengths` says
-    others."""
+    shows the time of each phase, and device-hours, by it. Recorded rollouts there are the lengths, unless `plan.lengths`
+    says others. Empty: a CPU's rates are measured in a few seconds, once, and a GPU's are reckoned from its data sheet.
+    none: no time is predicted."""
     generated_tokens_per_second: NonNegativeFloat = 0.0
     """Tokens that the engines of one rank sample, in place of a measured rate; 0 states none."""
     scored_tokens_per_second: NonNegativeFloat = 0.0

@@ -14,13 +14,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import skyrl_train
 import skyrl_train.assets
 from skyrl_train.errors import ModelError
 from skyrl_train.model.gguf import PYPI, gguf_folder
@@ -316,6 +317,15 @@ def remembered_file(kind: str, key: object) -> Path:
     """Return where it is kept what was found for `key` (JSON) under these versions of torch and transformers."""
     whole = json.dumps([key, version("torch"), version("transformers")], sort_keys=True, default=str)
     return cache_folder("memory") / f"{kind}-{hashlib.sha256(whole.encode()).hexdigest()[:24]}.json"
+
+
+def source_stamps(folders: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return by what files of these folders of the package are told from those of another version of it."""
+    return [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for folder in folders
+        for file in sorted((Path(next(iter(skyrl_train.__path__))) / folder).glob("*.py"))
+    ]
 
 
 def remember(file: Path, content: Mapping[str, Any]) -> None:

@@ -18,16 +18,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import skyrl_train
 from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.placement import sums_once_a_step
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.memory.fit import MemoryProbe, PassPeaks, fit_memory_model
-from skyrl_train.memory.model_sizes import ModelSizes, ParameterCounts, remember, remembered_file, text_part
+from skyrl_train.memory.model_sizes import (
+    ModelSizes,
+    ParameterCounts,
+    remember,
+    remembered_file,
+    source_stamps,
+    text_part,
+)
 
 if TYPE_CHECKING:
     from skyrl_train.memory.probe import Probed, Prober
@@ -142,26 +148,25 @@ class Effort:
     """What the predictions of one plan have cost so far."""
 
     how: Literal["traced", "compiled by XLA"] = "traced"
-    num_sizes: int = 0
+    num_pieces: int = 0
     seconds: float = 0.0
     announce: Callable[[str], object] = lambda _: None
-    """Told, before the first size, that it will take a while."""
+    """Told of each piece before it is found, which takes a second or more."""
 
     def line(self) -> str:
         """Return a line to print."""
-        if not self.num_sizes:
+        if not self.num_pieces:
             return f"{self.how} by an earlier plan, nothing was run"
-        return f"{self.how} at {self.num_sizes} sizes in {self.seconds:.1f} s, nothing was run; later plans remember it"
+        return f"{self.how} in {self.num_pieces} pieces and {self.seconds:.1f} s, nothing was run; later plans remember them"
 
     @contextmanager
-    def of_a_size(self, name: str) -> Iterator[None]:
-        """Take the time of one size."""
-        if not self.num_sizes:
-            self.announce(f"the step of {name} is {self.how} without weights: seconds, once")
+    def of_a_piece(self, name: str) -> Iterator[None]:
+        """Take the time of one."""
+        self.announce(f"{name} is {self.how} without weights, once ({self.seconds:.0f} s so far)")
         start = time.monotonic()
         yield
         self.seconds += time.monotonic() - start
-        self.num_sizes += 1
+        self.num_pieces += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,19 +185,20 @@ class PredictedPasses:
     """Of a row at most, of a model that reads images."""
     make_learner: Callable[[int], Probed]
     """Makes the run's learner without weights, of so many layers."""
-    _probers: list[Prober] = field(default_factory=list)
+    _probers: dict[int, Prober] = field(default_factory=dict)
 
     @cached_property
     def counts(self) -> ParameterCounts:
         """Parameters of the model as it is trained. Raises ModelError."""
-        if "counts" not in self._known:
+
+        def count(depth: int) -> dict[str, Any]:
             from skyrl_train.memory.trace import count_parameters
 
-            with self.effort.of_a_size(self.settings.model.path):
-                found = [count_parameters(prober.learner.engine) for prober in self._tracers()]
-            self._known["counts"] = asdict(found[0].with_more(found[-1], 1.0 + self._layers_beyond))
-            remember(self._file, self._known)
-        return ParameterCounts(**self._known["counts"])
+            return asdict(count_parameters(self._tracer(depth).learner.engine))
+
+        pieces = [self._piece(f"{depth} layers", partial(count, depth)) for depth in self._depths]
+        found = [ParameterCounts(**each) for each in pieces]
+        return found[0].with_more(found[-1], 1.0 + self._layers_beyond)
 
     def resident_bytes(self, phase: Phase) -> int:
         """Return what lies on the device between micro-batches. Raises ModelError."""
@@ -254,26 +260,35 @@ class PredictedPasses:
         )
 
     def _at(self, phase: Phase, rows: int) -> PassPeaks:
-        known = self._known.setdefault(phase, {})
-        if str(rows) not in known:
-            with self.effort.of_a_size(self.settings.model.path):
-                known[str(rows)] = asdict(self._find(phase, rows))
-            # After each size, so that a plan that is interrupted has not worked for nothing.
-            remember(self._file, self._known)
-        return PassPeaks(**known[str(rows)])
-
-    def _find(self, phase: Phase, rows: int) -> PassPeaks:
         """Trace it, or ask XLA."""
-        training = phase == "training"
+        training, size = phase == "training", f"{phase} of {rows} x {self._own_length} tokens"
         if self.effort.how == "compiled by XLA":
-            from skyrl_train.memory.xla import CompiledModel
+            return PassPeaks(**self._piece(size, lambda: self._compiled(rows, training=training)))
 
-            recomputes = self.settings.model.gradient_checkpointing
-            model = CompiledModel(model=self.sizes, compute_bytes=self.share.compute_bytes, checkpointing=recomputes)
-            growing = model.probe(training=training, resident_bytes=0)(rows, self._own_length).peak_bytes
-            return PassPeaks(sections={"at any moment": growing}, kept=0)
-        found = [prober.sections(rows, self._own_length, training=training) for prober in self._tracers()]
+        def trace(depth: int) -> dict[str, Any]:
+            return asdict(self._tracer(depth).sections(rows, self._own_length, training=training))
+
+        pieces = [self._piece(f"{size}, {depth} layers", partial(trace, depth)) for depth in self._depths]
+        found = [PassPeaks(**each) for each in pieces]
         return found[0].between(found[-1], 1.0 + self._layers_beyond)
+
+    def _compiled(self, rows: int, *, training: bool) -> dict[str, Any]:
+        from skyrl_train.memory.xla import CompiledModel
+
+        recomputes = self.settings.model.gradient_checkpointing
+        model = CompiledModel(model=self.sizes, compute_bytes=self.share.compute_bytes, checkpointing=recomputes)
+        growing = model.probe(training=training, resident_bytes=0)(rows, self._own_length).peak_bytes
+        return {"sections": {"at any moment": growing}, "kept": 0}
+
+    def _piece(self, name: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was found by an earlier plan, or is found now and kept at once: a plan that is cut off has not worked for
+        nothing."""
+        if name not in self._known:
+            with self.effort.of_a_piece(f"{self.settings.model.path}: {name}"):
+                self._known[name] = find()
+            remember(self._file, self._known)
+        found: dict[str, Any] = self._known[name]
+        return found
 
     def _beside_layers(self, phase: Phase, rows: int) -> dict[str, int]:
         """What ranks exchange of positions, and what a vision tower keeps, of which nothing is traced. Ranks that share rows
@@ -303,28 +318,23 @@ class PredictedPasses:
         first, last = self._depths[0], self._depths[-1]
         return (self.sizes.num_layers - last) / (last - first) if last > first else 0.0
 
-    def _tracers(self) -> list[Prober]:
-        """The learners that are traced, made when they are first needed."""
-        if not self._probers:
+    def _tracer(self, depth: int) -> Prober:
+        """The learner of so many layers that is traced, made when it is first needed."""
+        if depth not in self._probers:
             from skyrl_train.memory.meter import CountingMeter
             from skyrl_train.memory.probe import Prober
             from skyrl_train.memory.trace import StepTrace
 
-            for depth in self._depths:
-                learner = self.make_learner(depth)
-                remedy = "Set plan.architecture to a model of about the same sizes"
-                trace = StepTrace(engine=learner.engine, device_type=self.share.device_type, remedy=remedy)
-                self._probers.append(Prober(learner=learner, meter=CountingMeter(0), trace=trace))
-        return self._probers
+            learner = self.make_learner(depth)
+            remedy = "Set plan.architecture to a model of about the same sizes"
+            trace = StepTrace(engine=learner.engine, device_type=self.share.device_type, remedy=remedy)
+            self._probers[depth] = Prober(learner=learner, meter=CountingMeter(0), trace=trace)
+        return self._probers[depth]
 
     @cached_property
     def _file(self) -> Path:
         own = self.settings
-        stamps = [
-            (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-            for folder in _SOURCES
-            for file in sorted((Path(next(iter(skyrl_train.__path__))) / folder).glob("*.py"))
-        ]
+        stamps = source_stamps(_SOURCES)
         model = {name: getattr(own.model, name) for name in ("dtype", "gradient_checkpointing", "attention", "freeze")}
         batching = [own.micro_batching.layout, own.merge_turns, self._own_length, self.effort.how]
         loss = [asdict(own.algorithm), own.on_policy, own.temperature]

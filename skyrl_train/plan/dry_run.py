@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,20 +17,24 @@ from skyrl_train.config.bundles import Layout, count_engines, shares_devices
 from skyrl_train.config.learners import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
 from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.platform import Devices
-from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.schema import Config, PlatformConfig, TrainerConfig
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
+from skyrl_train.plan.calibration import machine_rates
 from skyrl_train.plan.device_report import BundleGroup, PlacementReport
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
-from skyrl_train.plan.machine import MachineRates, StepTime, predicted_rates, remembered_rates
+from skyrl_train.plan.machine import MachineRates, StepTime, predicted_rates
 from skyrl_train.plan.memory import DeviceMemory, planned_models
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, sandbox_notes, size_notes
 from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
 from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
 from skyrl_train.wording import counted
+
+MachineOf = Callable[[PlatformConfig, str], MachineRates]
+"""Of a platform, and of the type in which models compute."""
 
 
 def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
@@ -50,7 +54,7 @@ def make_plan_report(
     memory: DeviceMemory | None = None,
     placement: PlacementReport | None = None,
     rates: Rates | None = None,
-    machine: MachineRates | None = None,
+    machine: MachineOf | None = None,
     num_eval_prompts: int = 0,
 ) -> PlanReport:
     """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
@@ -62,7 +66,7 @@ def make_plan_report(
         memory: what passes hold on a device, where that is asked for.
         placement: which devices the run reserves, where that is known.
         rates: how fast a rank is, where that is known.
-        machine: what it follows from where it is not.
+        machine: gives the rates of the machine where it is not; asked where there is a plan.
         num_eval_prompts: held-out prompts of an evaluation.
     """
     found = [*violations]
@@ -187,8 +191,8 @@ def planned_costs(config: Config) -> dict[str, CostModel]:
 def expected_step_seconds(
     config: Config, plan: BatchPlan, *, lengths: RowLengths | None = None, num_eval_prompts: int = 0
 ) -> StepTime | None:
-    """Return what a step is expected to take, by the stated rates of its devices: nothing is measured. None where a model's
-    config is not on this machine.
+    """Return what a step is expected to take, by what a plan has measured of this machine, or else by stated rates: nothing
+    is measured now. None where a model's config is not on this machine.
 
     Args:
         lengths: Of rows; assumed by the settings unless given.
@@ -204,7 +208,7 @@ def expected_step_seconds(
         seed=config.seed,
         costs=planned_costs(config),
     )
-    rates = _rates(config, plan, lengths, estimates, remembered_rates(config.platform), num_eval_prompts)
+    rates = _rates(config, plan, lengths, estimates, machine_rates, num_eval_prompts)
     if rates is None:
         return None
     phases = {each.name: each.seconds for each in _time(config, plan, lengths, estimates, rates).phases}
@@ -223,7 +227,7 @@ def _rates(
     plan: BatchPlan,
     lengths: RowLengths,
     estimates: Sequence[PassEstimate],
-    machine: MachineRates | None,
+    machine: MachineOf | None,
     num_eval_prompts: int,
 ) -> Rates | None:
     """Those of the run's models on the machine; None where it, or the sizes of a model, are not known."""
@@ -231,7 +235,16 @@ def _rates(
     if machine is None or not {each.role for each in estimates} <= set(shapes):
         return None
     work = work_of_step(plan, lengths, estimates, NO_RATES, models_scored=_models_scored(config, plan))
-    return predicted_rates(machine, shapes, config, plan, lengths, estimates, work, num_eval_prompts=num_eval_prompts)
+    return predicted_rates(
+        machine(config.platform, config.model.dtype),
+        shapes,
+        config,
+        plan,
+        lengths,
+        estimates,
+        work,
+        num_eval_prompts=num_eval_prompts,
+    )
 
 
 def _models_scored(config: Config, plan: BatchPlan) -> float:

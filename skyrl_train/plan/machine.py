@@ -1,6 +1,6 @@
 """How long a step takes on a machine on which no run was made: from what its processors do in a second.
 
-    MachineRates (stated in `batch/cost.py`) x what a model computes --> Rates of tokens, for `plan/time.py`
+    MachineRates (of `calibration.py`) x what a model computes --> Rates of tokens, for `plan/time.py`
 
 An update is each position's products, attention's pairs, the head of each sampled token, the operators of each layer and
 micro-batch, and the optimizer. A step of decoding reads all weights and starts each layer's operators, however many
@@ -16,7 +16,7 @@ import numpy as np
 
 from skyrl_train.batch.cost import CostModel, DeviceRates, ModelShape, rates_of
 from skyrl_train.config.bundles import count_engines
-from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.config.schema import Config
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.simulated_engines import EngineRates
@@ -35,15 +35,19 @@ class MachineRates:
     source: str
     """Where they are from, for the reader of the plan."""
     widths: tuple[float, ...]
-    """Hidden sizes of the models for which the next two hold; between them is interpolated."""
+    """Hidden sizes of the models for which the next one holds; between them is interpolated."""
     trained_flops: tuple[float, ...]
     """Of the layers' products, forward and backward, with all that is computed beside them."""
-    decoded_flops: tuple[float, ...]
-    """The same of a forward of one token for each sequence."""
+    decoded_flops: float
+    """Of a forward of one token for each sequence."""
     head_flops: float
     attention_flops: float
-    kernel_s: float
-    """A third of what each layer takes to start the operators of a forward and its backward."""
+    pass_s: float
+    """Of a micro-batch, however small."""
+    layer_s: float
+    """Of one in each layer: operators that are started, forward and backward."""
+    decoded_step_s: float
+    """Of a step of decoding, layers aside."""
     decoded_layer_s: float
     """Of a step of decoding in each layer, weights aside."""
     token_s: float
@@ -51,7 +55,7 @@ class MachineRates:
     read_bytes: float
     """Of weights, and of keys and values."""
     parameter_s: float
-    """Of an optimizer step, for each parameter."""
+    """Of an optimizer step, for each parameter: its gradient is made, and it is updated."""
     forward_share: float = FORWARD_SHARE
     """How much faster a position is scored than trained."""
 
@@ -61,18 +65,23 @@ class MachineRates:
         layers = DeviceRates(
             linear_flops=linear,
             attention_flops=self.attention_flops,
-            kernel_s=self.kernel_s,
+            kernel_s=0.0,
             read_bytes=self.read_bytes,
         )
         cost = CostModel.of_model(shape, layers)
-        return replace(cost, per_loss_token=cost.per_loss_token * linear / self.head_flops)
+        return replace(
+            cost,
+            per_loss_token=cost.per_loss_token * linear / self.head_flops,
+            per_call=self.pass_s + shape.num_layers * self.layer_s,
+        )
 
     def engine(self, shape: ModelShape, *, number_bytes: int, slots: int) -> EngineRates:
         """What an engine of the model takes, `number_bytes` for each weight."""
-        decoded = 2.0 * shape.parameters / self._at(self.decoded_flops, shape)
         return EngineRates(
-            step_s=shape.num_layers * self.decoded_layer_s + number_bytes * shape.parameters / self.read_bytes,
-            sequence_s=self.token_s + decoded,
+            step_s=self.decoded_step_s
+            + shape.num_layers * self.decoded_layer_s
+            + number_bytes * shape.parameters / self.read_bytes,
+            sequence_s=self.token_s + 2 * shape.parameters / self.decoded_flops,
             context_token_s=number_bytes * shape.kv_numbers_per_token / self.read_bytes,
             prompt_token_s=self.cost(shape).per_position / self.forward_share,
             slots=slots,
@@ -109,20 +118,17 @@ def stated_rates(device: str, *, num_threads: int = 1) -> MachineRates:
         source=f"reckoned from stated rates of {f'a CPU with {threads} threads' if device == 'cpu' else device or 'a GPU'}",
         widths=(1.0,),
         trained_flops=(linear,),
-        decoded_flops=(linear,),
+        decoded_flops=linear,
         head_flops=linear,
         attention_flops=stated.attention_flops * threads,
-        kernel_s=_OPERATORS * stated.kernel_s,
+        pass_s=_OPERATORS * stated.kernel_s,
+        layer_s=3 * _OPERATORS * stated.kernel_s,
+        decoded_step_s=_OPERATORS * stated.kernel_s,
         decoded_layer_s=_OPERATORS * stated.kernel_s,
         token_s=stated.kernel_s,
         read_bytes=read,
         parameter_s=_OPTIMIZER_BYTES / read,
     )
-
-
-def remembered_rates(platform: PlatformConfig) -> MachineRates:
-    """Return what is known of this machine without measuring anything."""
-    return stated_rates("" if platform.on_gpu else "cpu", num_threads=platform.num_threads)
 
 
 def predicted_rates(
@@ -163,7 +169,7 @@ def predicted_rates(
     evaluated = num_eval_prompts * generator.eval_n_samples_per_prompt / engines
     sync_s = 2 * number_bytes * policy.parameters / machine.read_bytes
     return Rates(
-        source=machine.source,
+        source=f"{machine.source}; without environments, rewards and checkpoints",
         generated=work.sampled_tokens / ranks / made_s,
         scored=trained * machine.forward_share,
         trained=trained,

@@ -65,6 +65,8 @@ class Rates:
     """Of one checkpoint, and of one evaluation."""
 
 
+NO_TIME = "none"
+"""`plan.rates`: nothing is measured, and no time predicted."""
 NO_RATES = Rates(source="", generated=0.0, scored=0.0, trained=0.0)
 """Of work whose positions follow from the plan alone."""
 
@@ -110,12 +112,13 @@ class Work:
 
 
 def rates_of(plan: PlanConfig) -> Rates | None:
-    """Return stated rates, and for what is not stated those of the run in `plan.rates`; None where there are neither.
+    """Return stated rates, and for what is not stated those of the run in `plan.rates`; None where there are neither, so
+    that the machine's are left.
 
     Raises DataError where the run has no metrics to take rates from.
     """
     stated = plan.generated_tokens_per_second, plan.scored_tokens_per_second, plan.trained_tokens_per_second
-    if not plan.rates:
+    if plan.rates in ("", NO_TIME):
         if not all(stated[::2]):
             return None
         return Rates(source="stated", generated=stated[0], scored=stated[1], trained=stated[2])
@@ -271,8 +274,8 @@ def time_lines(time: RunTime | None, disk: Mapping[str, int]) -> Iterator[str]:
     """Yield the lines of a terminal on time and disk."""
     if time is None:
         yield (
-            "time       not known: plan.rates=FOLDER takes the rates of a run that was made; or state "
-            "plan.generated_tokens_per_second and plan.trained_tokens_per_second"
+            "time       not predicted (plan.rates=none, or no config.json of a model here): plan.rates=FOLDER takes the "
+            "rates of a run that was made; or state plan.generated_tokens_per_second and plan.trained_tokens_per_second"
         )
     else:
         yield f"{'rates':<10} {time.source}"

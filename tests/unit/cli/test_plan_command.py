@@ -13,7 +13,7 @@ from skyrl_train.cli.plan import count_parameters, main
 from skyrl_train.errors import ModelError
 from tests.support.tool_cases import ADD, model_with_tools
 
-EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu")
+EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu", "plan.rates=none")
 
 
 def test_the_plan_of_the_quickstart_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,11 +62,28 @@ def test_what_was_traced_once_is_remembered_and_needs_no_model(tmp_path: Path, m
     folder = save_tiny_model(tmp_path / "model")
     first, second = Effort(), Effort()
     estimate = predicted(folder, first).estimate("training", 5)
-    assert first.num_sizes > 0
+    assert first.num_pieces > 0
     again = predicted(folder, second)
-    monkeypatch.setattr(PredictedPasses, "_tracers", lambda _: pytest.fail("traced again"))
+    monkeypatch.setattr(PredictedPasses, "_tracer", lambda *_: pytest.fail("traced again"))
     assert again.estimate("training", 5) == estimate
     assert second.line() == "traced by an earlier plan, nothing was run"
+
+
+def test_a_prediction_that_was_cut_off_goes_on_with_the_piece_that_it_was_at(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    told: list[str] = []
+
+    def stop_at_the_fourth(text: str) -> None:
+        told.append(text)
+        if len(told) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        predicted(folder, Effort(announce=stop_at_the_fourth)).estimate("training", 5)
+    rest = Effort(announce=told.append)
+    predicted(folder, rest).estimate("training", 5)
+    assert told[3].partition(" is traced")[0] == told[4].partition(" is traced")[0]
+    assert len({text.partition(" is traced")[0] for text in told}) == len(told) - 1, "no other piece twice"
 
 
 def test_another_model_another_setting_and_another_version_are_traced_again(
@@ -123,7 +140,7 @@ def test_a_plan_asks_xla_where_it_is_told_to(tmp_path: Path) -> None:
         assert compiled.resident_bytes(phase) == resident  # type: ignore[arg-type]
         growing = [each.estimate(phase, 16).peak_bytes - resident for each in (compiled, traced)]  # type: ignore[arg-type]
         assert 0.3 < growing[0] / growing[1] < 3.0, phase
-    assert "compiled by XLA at" in effort.line()
+    assert "compiled by XLA in" in effort.line()
 
 
 # What does not depend on a micro-batch, by hand

@@ -25,10 +25,12 @@ MACHINE = MachineRates(
     source="by hand",
     widths=(10.0, 1000.0),
     trained_flops=(1e9, 3e9),
-    decoded_flops=(1e9, 1e9),
+    decoded_flops=1e9,
     head_flops=4e9,
     attention_flops=1e9,
-    kernel_s=1e-3,
+    pass_s=5e-3,
+    layer_s=3e-3,
+    decoded_step_s=4e-2,
     decoded_layer_s=1e-2,
     token_s=1e-3,
     read_bytes=1e8,
@@ -40,12 +42,12 @@ def test_products_take_what_models_of_about_the_width_took() -> None:
     cost = MACHINE.cost(SHAPE)
     assert cost.per_position == pytest.approx(3 * 2e6 / 2e9), "halfway between the two widths, by factors"
     assert cost.per_loss_token == pytest.approx(3 * 1e6 / 4e9)
-    assert cost.per_call == pytest.approx(3 * 2 * 1e-3)
+    assert cost.per_call == pytest.approx(5e-3 + 2 * 3e-3)
 
 
 def test_a_step_of_decoding_starts_each_layer_and_reads_all_weights() -> None:
     engine = MACHINE.engine(SHAPE, number_bytes=4, slots=8)
-    assert engine.step_s == pytest.approx(2 * 1e-2 + 4 * 1.5e6 / 1e8)
+    assert engine.step_s == pytest.approx(4e-2 + 2 * 1e-2 + 4 * 1.5e6 / 1e8)
     assert engine.sequence_s == pytest.approx(1e-3 + 3e6 / 1e9)
     assert engine.context_token_s == pytest.approx(4 * 50 / 1e8)
     assert engine.prompt_token_s == pytest.approx(1e-3), "a third of what is trained"
