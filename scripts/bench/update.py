@@ -1,15 +1,16 @@
 """Time and memory of a policy update: identical rollouts, model and gradient; only layout, or trainer, differs.
 
     python scripts/bench/update.py compare --models tiny,mid --kinds single,step --rounds 3
+    python scripts/bench/update.py shapes --model FOLDER --dtypes float32,bfloat16      # of a model of Hugging Face's
     python scripts/bench/update.py growth                      # cost against turns and samples, and the plot
     python scripts/bench/update.py head                        # logits memory at a large vocabulary
     python scripts/bench/update.py --device cuda               # tokens/s and GPU, model FLOPs utilisation; or --device cpu
     python scripts/bench/update.py --device cuda --forms eager,compiled,graphs      # ranks: scripts/bench/update_ranks.py
 
 Every measurement is a process of its own, one thread, so that peak memory is its own; variants take turns, round after
-round, and medians of CPU seconds are quoted. A variant's gradient is compared with the first one's before its time
-counts. TRL, verl and OpenRLHF are measured where they can be imported, or lie in a folder of their own, which is put before
-everything else for its processes alone, so that all run on one torch:
+round, and medians of CPU seconds are quoted. Gradients are compared first, and a process that takes more than `--memory-gb`
+is ended, by the rules of `update_checks.py`. TRL, verl and OpenRLHF are measured where they can be imported, or lie in a
+folder of their own, which is put before everything else for its processes alone, so that all run on one torch:
 
     python scripts/bench/update.py peers           # pip installs the releases below into ~/.cache/skyrl_train/peers, once
     python scripts/bench/update.py shapes          # how many times faster, over shapes of rollouts; a missing peer is named
@@ -29,20 +30,18 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
+from update_checks import MeasurementError, available_gb, compare_gradients, run_within  # noqa: E402
 from update_peers import PACKAGES, PEERS, install, is_there, package_folders  # noqa: E402
 from update_work import SHAPES  # noqa: E402
 
 OURS = ("padded", "packed", "merged", "shared", "auto")
-MAX_DISTANCE = 1e-5
-"""Relative L2 between gradients in float32."""
-MAX_DISTANCE_BF16 = 0.05
-"""The same in bfloat16, of which each trainer rounds other sums."""
 
 
 def main() -> None:
@@ -67,8 +66,7 @@ def main() -> None:
     compare.add_argument("--rounds", type=int, default=3)
     compare.add_argument("--steps", type=int, default=1, help="timed updates in each process")
     compare.add_argument("--untimed", type=int, default=1, help="updates before them")
-    compare.add_argument("--bf16", action="store_true")
-    _common(compare)
+    _measured(compare)
     growth = commands.add_parser("growth")
     growth.add_argument("--model", default="tiny")
     growth.add_argument("--plot", default=str(ROOT / "docs" / "images" / "update_cost.png"))
@@ -86,8 +84,7 @@ def main() -> None:
     shapes.add_argument("--rounds", type=int, default=3)
     shapes.add_argument("--steps", type=int, default=1, help="timed updates in each process")
     shapes.add_argument("--untimed", type=int, default=1, help="updates before them")
-    shapes.add_argument("--bf16", action="store_true")
-    _common(shapes)
+    _measured(shapes)
     commands.add_parser("peers")
     one = commands.add_parser("one", help="a single measurement, as JSON")
     one.add_argument("spec", help="JSON")
@@ -105,6 +102,13 @@ def main() -> None:
         "peers": install,
         "one": run_one,
     }[args.command](args)
+
+
+def _measured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="FOLDER", help="a model of Hugging Face's in place of --models")
+    parser.add_argument("--dtypes", default="float32", help="of float32 and bfloat16")
+    parser.add_argument("--memory-gb", type=float, default=0.7 * available_gb(), help="that one process may take")
+    _common(parser)
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -130,12 +134,13 @@ def run_compare(args: argparse.Namespace) -> None:
     """A table for each model and kind of rollouts."""
     folders = package_folders(args.at)
     variants = [name for name in args.variants.split(",") if name not in PEERS or is_there(PEERS[name][0], folders)]
-    for model in args.models.split(","):
-        for kind in args.kinds.split(","):
-            found, _ = _interleaved(
-                args, model, kind, [name for name in variants if kind == "step" or _is_apart(name)], folders, {}
-            )
-            _print_table(f"{model}, {kind}{', bf16' if args.bf16 else ''}", found)
+    models = [args.model] if args.model else args.models.split(",")
+    for model, dtype, kind in product(models, args.dtypes.split(","), args.kinds.split(",")):
+        names = [name for name in variants if kind == "step" or _is_apart(name)]
+        found, failed = _interleaved(args, model, dtype, kind, names, folders, {})
+        _print_table(f"{model}, {kind}, {dtype}", found)
+        for name, reason in failed.items():
+            print(f"{name}: {reason}", flush=True)
 
 
 def run_shapes(args: argparse.Namespace) -> None:
@@ -147,30 +152,29 @@ def run_shapes(args: argparse.Namespace) -> None:
     for package in PACKAGES:
         if any(PEERS[name][0] == package for name in asked if name not in there):
             print(f"{package} is missing: python scripts/bench/update.py peers")
-    for model in args.models.split(","):
-        print(f"\n{model}{', bf16' if args.bf16 else ''}\n")
+    models = [args.model] if args.model else args.models.split(",")
+    for model, dtype in product(models, args.dtypes.split(",")):
+        print(f"\n{model}, {dtype}\n")
         print(f"| shape | rows | positions | CPU s | {' | '.join(PEERS)} | best | memory |")
         print("|---" * (len(PEERS) + 6) + "|", flush=True)
         for shape in args.shapes.split(","):
             kind, work = SHAPES[shape]
             variants = [name for name in there if kind == "step" or _is_apart(name)]
-            found, missing = _interleaved(args, model, kind, ["auto", *variants], folders, work, may_fail=True)
+            found, missing = _interleaved(args, model, dtype, kind, ["auto", *variants], folders, work)
+            if "auto" not in found:
+                raise SystemExit(f"{model}, {shape}, {dtype} failed:\n{missing['auto']}")
             ours = found.pop("auto")
             times = {name: row["cpu_s"] / ours["cpu_s"] for name, row in found.items()}
-            far = [name for name, row in found.items() if row["distance"] > _most_distance(args)]
+            far = [name for name, row in found.items() if row["differs"]]
             cells = [
                 f"{times[name]:.1f}x{' **differs**' if name in far else ''}" if name in times else missing.get(name, "")
                 for name in PEERS
             ]
             best = min((time for name, time in times.items() if name not in far), default=float("nan"))
             memory = f"{ours['peak_mib'] / found['trl']['peak_mib']:.2f}" if "trl" in found else ""
-            line = [shape, f"{ours['rows']}", f"{ours['positions']:,}", f"{ours['cpu_s']:.2f}", *cells]
+            own_s = f"{ours['cpu_s']:.2f}{' **differs**' if ours['differs'] else ''}"
+            line = [shape, f"{ours['rows']}", f"{ours['positions']:,}", own_s, *cells]
             print(f"| {' | '.join([*line, f'**{best:.1f}x**', memory])} |", flush=True)
-
-
-def _most_distance(args: argparse.Namespace) -> float:
-    """Relative L2 beyond which gradients differ by more than rounding."""
-    return MAX_DISTANCE_BF16 if args.bf16 else MAX_DISTANCE
 
 
 def _is_apart(variant: str) -> bool:
@@ -181,14 +185,13 @@ def _is_apart(variant: str) -> bool:
 def _interleaved(
     args: argparse.Namespace,
     model: str,
+    dtype: str,
     kind: str,
     variants: list[str],
     folders: dict[str, str],
     work: dict[str, Any],
-    *,
-    may_fail: bool = False,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Medians of each variant, and, with `may_fail`, the reasons of those other than the first that failed."""
+    """Medians of each variant, and the reasons of those that failed."""
     samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -201,19 +204,17 @@ def _interleaved(
                     "steps": args.steps,
                     "untimed": args.untimed,
                     "tokens": args.tokens,
-                    "bf16": args.bf16,
+                    "bf16": dtype == "bfloat16",
                     "gradients": f"{folder}/{variant}.pt" if number == 0 else "",
                     "work": work,
                 }
                 overlay = folders.get(PEERS[variant][0], "") if variant in PEERS else ""
                 try:
-                    samples[variant].append(_measure(spec, args.json, overlay))
+                    samples[variant].append(_measure(spec, args.json, overlay, memory_gb=args.memory_gb))
                 except MeasurementError as error:
-                    if not may_fail or variant == variants[0]:
-                        raise SystemExit(f"{spec} failed:\n{error}") from None
                     failed[variant] = str(error).strip().splitlines()[-1][:80]
         measured = [variant for variant in variants if variant not in failed]
-        distances = _distances(Path(folder), measured)
+        distances, differing = compare_gradients({name: Path(folder) / f"{name}.pt" for name in measured}, dtype)
     found = {
         variant: {
             "cpu_s": statistics.median(s for each in samples[variant] for s in each["cpu_s"]),
@@ -221,25 +222,25 @@ def _interleaved(
             "rows": samples[variant][0].get("rows", 0),
             "peak_mib": statistics.median(each["peak_mib"] for each in samples[variant]),
             "distance": distances[variant],
+            "differs": variant in differing,
         }
         for variant in measured
     }
     return found, failed
 
 
-class MeasurementError(Exception):
-    """A measuring process failed; the text is the end of what it printed."""
-
-
-def _measure(spec: dict[str, Any], log: str | None, overlay: str = "") -> dict[str, Any]:
-    """`overlay` is a folder of packages that come first. Raises MeasurementError."""
+def _measure(
+    spec: dict[str, Any], log: str | None, overlay: str = "", *, memory_gb: float = float("inf")
+) -> dict[str, Any]:
+    """`overlay` is a folder of packages that come first. Raises MeasurementError, of a process that takes more than
+    `memory_gb`, too."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [overlay, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, __file__, "one", json.dumps(spec)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        raise MeasurementError(done.stderr[-3000:] or f"exit status {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    code, printed, errors = run_within(command, environment, memory_gb=memory_gb, timeout_s=3600)
+    if code:
+        raise MeasurementError(errors[-3000:] or f"exit status {code}")
+    found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     if log:
         with open(log, "a", encoding="utf-8") as file:
             file.write(json.dumps({**spec, **found}) + "\n")
@@ -249,11 +250,11 @@ def _measure(spec: dict[str, Any], log: str | None, overlay: str = "") -> dict[s
 def run_one(args: argparse.Namespace) -> None:
     """The inside of a measuring process."""
     import torch
-    from update_work import KINDS, SIZES
+    from update_work import KINDS, size_of
 
     spec = json.loads(args.spec)
     torch.set_num_threads(1)
-    size = SIZES[spec["model"]]
+    size = size_of(spec["model"])
     conversations = KINDS[spec["kind"]](size.vocabulary, **spec.get("work", {}))
     run = _run_peer if spec["variant"] in PEERS else _run_ours
     print(json.dumps(run(spec, size, conversations)))
@@ -305,26 +306,13 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _distances(folder: Path, variants: list[str]) -> dict[str, float]:
-    """Relative L2 between each variant's gradient and the first one's."""
-    import torch
-
-    gradients = {variant: torch.load(folder / f"{variant}.pt") for variant in variants}
-    first = gradients[variants[0]]
-    norm = sum(float(tensor.double().square().sum()) for tensor in first.values()) ** 0.5
-    return {
-        variant: sum(float((mine[name] - first[name]).double().square().sum()) for name in first) ** 0.5 / norm
-        for variant, mine in gradients.items()
-    }
-
-
 def _print_table(title: str, found: dict[str, dict[str, Any]]) -> None:
     first = next(iter(found.values()))
     print(f"\n{title}\n")
     print("| variant | positions | CPU s | faster | peak memory, MiB | share | gradient distance |")
     print("|---|---|---|---|---|---|---|")
     for variant, row in found.items():
-        note = "" if row["distance"] <= MAX_DISTANCE else " **differs**"
+        note = " **differs**" if row["differs"] else ""
         print(
             f"| {variant} | {row['positions']:,} | {row['cpu_s']:.2f} | {first['cpu_s'] / row['cpu_s']:.1f}x "
             f"| {row['peak_mib']:,.0f} | {row['peak_mib'] / first['peak_mib']:.2f} | {row['distance']:.1e}{note} |"

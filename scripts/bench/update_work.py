@@ -1,8 +1,8 @@
 """The work that every trainer in `update.py` does: models and rollouts, from a seed. Knows no trainer.
 
-Two Qwen2-style models with random weights. `mid` spends about a quarter of its matrix products in the output head, as
-Qwen2.5-0.5B does. Rollouts are random tokens of realistic lengths: groups of samples with long-tailed responses, and
-conversations of several turns whose history only grows.
+Qwen2-style models with random weights, or a model from a folder. `mid` spends about a quarter of its matrix products in the
+output head, as Qwen2.5-0.5B does. Rollouts are random tokens of realistic lengths: groups of samples with long-tailed
+responses, and conversations of several turns whose history only grows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class ModelSize:
     kv_heads: int
     intermediate: int
     vocabulary: int
+    folder: str = ""
+    """Where its weights are; empty: random ones."""
 
 
 SIZES = {
@@ -33,6 +35,29 @@ SIZES = {
     "large": ModelSize(512, 8, 8, 2, 1408, 16384),
     "qwen2.5-0.5b": ModelSize(896, 24, 14, 2, 4864, 151936),
 }
+
+
+def size_of(model: str) -> ModelSize:
+    """Of a name in SIZES, or of a folder of Hugging Face's with the weights of a decoder."""
+    if model in SIZES:
+        return SIZES[model]
+    from skyrl_train.memory.model_sizes import local_folder, model_sizes
+
+    folder = local_folder(model)
+    if folder is None:
+        raise SystemExit(
+            f"--model {model}: neither one of {', '.join(SIZES)} nor a folder with config.json and weights"
+        )
+    found = model_sizes(str(folder))
+    return ModelSize(
+        found.hidden_size,
+        found.num_layers,
+        found.num_heads,
+        found.num_kv_heads,
+        found.intermediate_size,
+        found.vocabulary_size,
+        str(folder),
+    )
 
 
 _SHARED = (
@@ -70,11 +95,13 @@ def model_config(size: ModelSize) -> Any:
 
 
 def build_model(size: ModelSize, seed: int = 0, *, experts: int = 0) -> Any:
-    """Random weights in float32; the same in every process. With `experts` a mixture of so many, of which a token takes a
-    quarter, each of a quarter of the width."""
+    """Random weights in float32, or those of `size.folder`; the same in every process. With `experts` a mixture of so many,
+    of which a token takes a quarter, each of a quarter of the width."""
     import torch
-    from transformers import Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    if size.folder:
+        return AutoModelForCausalLM.from_pretrained(size.folder, dtype=torch.float32, attn_implementation="sdpa")
     torch.manual_seed(seed)
     config = model_config(size)
     if experts:
