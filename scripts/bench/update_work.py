@@ -38,7 +38,7 @@ SIZES = {
 
 
 def size_of(model: str) -> ModelSize:
-    """Of a name in SIZES, or of a folder of Hugging Face's with the weights of a decoder."""
+    """Of a name in SIZES, or of a folder of Hugging Face's with the weights of a decoder, or a GGUF file."""
     if model in SIZES:
         return SIZES[model]
     from skyrl_train.memory.model_sizes import local_folder, model_sizes

@@ -119,11 +119,12 @@ def _measure(clock: _Clock, dtype: torch.dtype) -> MachineRates:
     narrow_shape, shape = deep.shape, wide.shape
     more = _DEPTHS[1] - _DEPTHS[0]
     few, positions = _ROWS * 2, _ROWS * _LENGTH
-    starting = [each.update(2, predicted=1) for each in (shallow, deep, wide)]
+    starting = [each.update(2, predicted=1) for each in (shallow, deep)]
     layer_s = _beyond(starting[1], starting[0]) / more
     narrow_s = _beyond(deep.update(_LENGTH, predicted=1), starting[1]) / (positions - few)
     wide_s = wide.update(_LENGTH, predicted=1)
-    positions_s = _beyond(wide_s, starting[2]) / (positions - few)
+    # Of few positions a pass waits for memory, and half of them would take as long.
+    positions_s = _beyond(wide_s, wide.update(_LENGTH // 2, predicted=1)) / (positions // 2)
     head_s = _beyond(wide.update(_LENGTH, predicted=_LENGTH - 1), wide_s) / (_ROWS * (_LENGTH - 2))
     score_s = wide.score(_LENGTH)
     decoded = [each.decode(rows) for each, rows in ((shallow, 1), (deep, 1), (deep, _ROWS), (wide, 1), (wide, _ROWS))]
@@ -137,8 +138,7 @@ def _measure(clock: _Clock, dtype: torch.dtype) -> MachineRates:
         lambda: torch.autograd.grad(scaled_dot_product_attention(query, query, query, is_causal=True).sum(), query)
     )
     pass_s = _beyond(starting[0], _DEPTHS[0] * layer_s)
-    # Of few positions weights are read and gradients are made all the same.
-    gradients_s = _beyond(starting[2], pass_s + layer_s)
+    gradients_s = _beyond(wide_s, positions * positions_s + pass_s + layer_s)
     return MachineRates(
         source=f"measured on this machine on {date.today().isoformat()}",
         widths=(_NARROW, _WIDE),
