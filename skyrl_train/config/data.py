@@ -109,6 +109,9 @@ class DataConfig:
     and as `reward_spec.ground_truth`. Empty: what rows of verl, TRL and GSM8K have it under (docs/data.md)."""
     system_prompt: Free[str] = ""
     """Put before each prompt that has no system message of its own."""
+    examples: Free[tuple[tuple[str, str], ...]] = ()
+    """Worked examples, `[[QUESTION, ANSWER], ...]`, put as turns of a conversation before each prompt (few-shot): a small
+    model works in steps where it is shown steps. Nothing of them is trained on."""
     prompt_format: Forks[Literal["auto", "chat", "text"]] = "auto"
     """chat: prompts are rendered by the tokenizer's chat template; text: they are the tokens of their text, for base
     models; auto: text where the tokenizer has no chat template."""

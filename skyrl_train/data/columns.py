@@ -32,6 +32,7 @@ class PromptColumns:
     prompt_column: str = PROMPT
     answer_column: str = ""
     system_prompt: str = ""
+    examples: tuple[tuple[str, str], ...] = ()
 
 
 def look_up(values: Mapping[str, Any], path: str) -> Any:

@@ -150,7 +150,7 @@ def make_prompt(row: Row, columns: PromptColumns = _BY_NAME) -> Prompt:
     extras = {**row.values, **answer_columns(row, columns)}
     return Prompt(
         uid=str(uid) if uid is not None else f"{row.source}-{row.index}",
-        messages=_messages(look_up(row.values, column), row.place, column, columns.system_prompt),
+        messages=_messages(look_up(row.values, column), row.place, column, columns),
         tools=tools_of(row),
         env_class=env_class or None,
         extras={name: value for name, value in extras.items() if name not in _TAKEN},
@@ -171,12 +171,20 @@ def _without_prompt(row: Row, columns: PromptColumns) -> DataError:
     )
 
 
-def _messages(value: object, place: str, column: str, system_prompt: str) -> tuple[ChatMessage, ...]:
+def _messages(value: object, place: str, column: str, columns: PromptColumns) -> tuple[ChatMessage, ...]:
     text = isinstance(value, str)
     messages = ({"role": "user", "content": value},) if text else chat_messages(value, place, column)
-    if system_prompt and messages[0]["role"] != "system":
-        return ({"role": "system", "content": system_prompt}, *messages)
-    return messages
+    system: tuple[ChatMessage, ...] = ()
+    if messages[0]["role"] == "system":
+        system, messages = messages[:1], messages[1:]
+    elif columns.system_prompt:
+        system = ({"role": "system", "content": columns.system_prompt},)
+    examples = [
+        {"role": role, "content": content}
+        for example in columns.examples
+        for role, content in zip(("user", "assistant"), example)
+    ]
+    return (*system, *examples, *messages)
 
 
 @dataclass(frozen=True, kw_only=True)

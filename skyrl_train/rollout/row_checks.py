@@ -96,7 +96,10 @@ def checked_prompts(
         reader=data.reader_with_settings,
         row_format=data.row_format,
         columns=PromptColumns(
-            prompt_column=data.prompt_column, answer_column=data.answer_column, system_prompt=data.system_prompt
+            prompt_column=data.prompt_column,
+            answer_column=data.answer_column,
+            system_prompt=data.system_prompt,
+            examples=data.examples,
         ),
         images=data.images,
     )

@@ -21,7 +21,7 @@ QUESTION: dict[str, Any] = {"role": "user", "content": "2+2?"}
 TRUTH = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "reward_model": {"style": "rule", "ground_truth": "4"}}
 
 
-def prompt_of(folder: Path, row: Mapping[str, Any], **settings: str) -> Prompt:
+def prompt_of(folder: Path, row: Mapping[str, Any], **settings: Any) -> Prompt:
     path = folder / "train.jsonl"
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
     (prompt,) = load_prompts([str(path)], columns=PromptColumns(**settings))
@@ -74,6 +74,16 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path: Path) ->
     own = {"role": "system", "content": "Be long."}
     assert prompt_of(tmp_path, {"prompt": "2+2?"}, system_prompt="Be brief.").messages == (system, QUESTION)
     assert prompt_of(tmp_path, {"prompt": [own, QUESTION]}, system_prompt="Be brief.").messages == (own, QUESTION)
+
+
+def test_worked_examples_are_turns_between_the_system_prompt_and_the_question(tmp_path: Path) -> None:
+    own = {"role": "system", "content": "Be long."}
+    shown = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"})
+    examples = (("1+1?", "2"),)
+    assert prompt_of(tmp_path, {"prompt": "2+2?"}, examples=examples).messages == (*shown, QUESTION)
+    assert prompt_of(tmp_path, {"prompt": [own, QUESTION]}, examples=examples).messages == (own, *shown, QUESTION)
+    before = prompt_of(tmp_path, {"prompt": "2+2?"}, examples=examples, system_prompt="Be brief.").messages
+    assert before == ({"role": "system", "content": "Be brief."}, *shown, QUESTION)
 
 
 def test_parts_of_text_are_one_text_and_others_are_refused(tmp_path: Path) -> None:
