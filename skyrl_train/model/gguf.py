@@ -296,9 +296,8 @@ def _write(file: Path, folder: Path, digest: str) -> None:
     options: dict[str, Any] = {"gguf_file": _LINK, "local_files_only": True}
     unpacked = getattr(transformers, "GgufConfig", None)  # of releases that may leave weights packed
     packing = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, **packing, **options
-    )
+    auto: Any = transformers.AutoModelForCausalLM  # whose type says nothing of the second thing that it returns
+    model, found = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **packing, **options)
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
             f"it lacks {len(missing)} tensors of {type(model).__name__}, e.g. {missing[0]}. Is it one part of several?"
