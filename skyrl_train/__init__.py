@@ -19,6 +19,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
-        version: str = import_module("importlib.metadata").version("skyrl_train")
+        distribution = import_module("skyrl_train.installed").DISTRIBUTION
+        version: str = import_module("importlib.metadata").version(distribution)
         return version
     return getattr(import_module("skyrl_train.api"), name)

@@ -16,10 +16,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from skyrl_train.installed import find_modules_here
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script `skyrl-capsule`; returns the exit status."""
     options = _parser().parse_args(argv)
+    if argv is None:
+        find_modules_here()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: idle threads spin on busy cores
     from skyrl_train.errors import SkyrlTrainError
 

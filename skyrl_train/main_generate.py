@@ -1,8 +1,9 @@
 """`python -m skyrl_train.main_generate model.path=FOLDER`: evaluates a model and keeps its rollouts; trains nothing.
 
-The configuration is that of training, so `+experiment=gsm8k_multiturn` evaluates with that experiment's data,
-environment and sampling. `trainer.resume_mode=from_path trainer.resume_path=RUN_OR_CHECKPOINT` takes
-the weights of a checkpoint in place of `model.path`'s.
+An export or a checkpoint of a run is evaluated with that run's data, environment and sampling, less what the command states;
+any other model with what the command states, so `+experiment=gsm8k_multiturn` takes those of that experiment.
+`trainer.resume_mode=from_path trainer.resume_path=RUN_OR_CHECKPOINT` takes the weights of a checkpoint in place of
+`model.path`'s.
 """
 
 from __future__ import annotations

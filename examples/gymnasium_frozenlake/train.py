@@ -1,6 +1,6 @@
 """A language model learns to cross gymnasium's frozen lake: random walks first, then GRPO.
 
-    pip install 'skyrl_train[gymnasium]'
+    pip install -e '.[gymnasium]'
     python examples/gymnasium_frozenlake/train.py [--seed 0] [--warm-up-steps 30] [--output runs/lake] [KEY=VALUE ...]
 
 `FrozenLake-v1` is gymnasium's own class. `conf/experiment/lake.yaml` says which lake, `lake.py` what the model is told of

@@ -7,6 +7,9 @@ writes the same three files.
 from __future__ import annotations
 
 import logging
+import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,12 @@ from hydra.experimental.callback import Callback
 from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.telemetry.redaction import RedactingFormatter, learn_secrets, redact
+from skyrl_train.telemetry.redaction import REDACTED, RedactingFormatter, learn_secrets, redact
 from skyrl_train.telemetry.run_log import log_once
 
 FOLDER = ".hydra"
+_SAYS_WHAT_IS_EVALUATED = ("experiment", "data", "environment", "generator")
+"""Groups and sections of a run's command line that go for the evaluation of what it trained, too."""
 
 
 class RedactedFiles(Callback):
@@ -43,6 +48,36 @@ class RedactedFiles(Callback):
         files = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
         for name, value in files.items():
             OmegaConf.save(OmegaConf.create(redact(value)), folder / f"{name}.yaml")
+
+
+def with_arguments_of_run(arguments: Sequence[str]) -> list[str]:
+    """Return an evaluation's arguments behind those of the run whose export or checkpoint they name; stderr is told which.
+
+    A run's data, environment, generator and experiment are taken, each unless the arguments state it; where they state an
+    experiment, nothing is. A model that no run of reinforcement learning left has none to take. No secret is recorded.
+    """
+    stated = dict(text.lstrip("+~").partition("=")[::2] for text in arguments)
+    folder = _run_of(stated.get("trainer.resume_path") or stated.get("model.path") or "")
+    if folder is None or "experiment" in stated:
+        return list(arguments)
+    taken, secret = [], []
+    for text in map(str, OmegaConf.load(folder / FOLDER / "overrides.yaml")):
+        name = text.lstrip("+~").partition("=")[0]
+        section = re.split(r"[./@]", name)[0]
+        if section in _SAYS_WHAT_IS_EVALUATED and not stated.keys() & {name, section}:
+            (secret if REDACTED in text else taken).append(text)
+    said = f"evaluated as {folder} was trained: {' '.join(taken) or 'with the defaults'}"
+    sys.stderr.write(f"{said}{'. To be stated here, as no secret is recorded: ' * bool(secret)}{' '.join(secret)}\n")
+    return [*taken, *arguments]
+
+
+def _run_of(path: str) -> Path | None:
+    """The folder of the run of reinforcement learning that holds an export or a checkpoint; None where none does."""
+    for folder in (Path(path), *Path(path).parents)[:3] if path else ():
+        recorded = folder / FOLDER / "hydra.yaml"
+        if recorded.is_file():
+            return folder if OmegaConf.load(recorded).hydra.job.config_name == "config" else None
+    return None
 
 
 def clean_logging() -> None:

@@ -29,6 +29,7 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import is_cached
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError, Violation
+from skyrl_train.installed import find_modules_here
 from skyrl_train.memory.model_sizes import local_folder, model_sizes
 from skyrl_train.model.vocabulary import check_special_tokens_of, stated_vocabulary_size
 from skyrl_train.plan.calibration import machine_rates
@@ -50,6 +51,8 @@ _UNCOUNTED = "The training prompts were not counted, for a reason below; plannin
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script `skyrl-plan`; returns the exit status."""
+    if argv is None:
+        find_modules_here()
     parser = argparse.ArgumentParser(prog="skyrl-plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--config-dir", metavar="FOLDER", help="a folder with custom config groups")

@@ -30,11 +30,13 @@ from omegaconf import DictConfig
 
 from skyrl_train.cli.command_line import RL_ROOT, CommandLine, Root, root_of
 from skyrl_train.cli.composition import Composer, as_in_a_run, load_node
+from skyrl_train.cli.hydra_files import with_arguments_of_run
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, name_another_run, register_resolvers
 from skyrl_train.config.fields import meant_by, walk
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
+from skyrl_train.installed import DISTRIBUTION, find_modules_here
 from skyrl_train.telemetry.redaction import learn_arguments, redact_text
 from skyrl_train.telemetry.run_log import console_streams
 
@@ -46,15 +48,18 @@ def start(task: Callable[[DictConfig], object], *, config_name: str, trains: boo
     sweeper compares. Raises SystemExit(2) for problems with the arguments, before torch is imported. `trains`:
     whether models are trained, so that room for that is needed.
     """
+    find_modules_here()
     register_resolvers()
     if "--version" in sys.argv[1:]:
-        ours = version("skyrl_train")
+        ours = version(DISTRIBUTION)
         sys.stdout.write(f"skyrl_train {ours} (Hydra {hydra.__version__}, Python {platform.python_version()})\n")
         return
     with console_streams():
         if trains and not sys.argv[1:]:
             sys.stderr.write(_no_experiment(config_name))
             raise SystemExit(2)
+        if not trains:
+            sys.argv[1:] = with_arguments_of_run(sys.argv[1:])
         preflight(sys.argv[1:], config_name=config_name, trains=trains)
         hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
 

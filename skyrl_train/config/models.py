@@ -65,8 +65,8 @@ class ModelConfig:
     export_dtype: Free[Literal["source", "float32"]] = "source"
     """Type of the exported weights: that of the files at `path`, or the float32 that training holds."""
     quantization: Forks[Literal["none", "nf4"]] = "none"
-    """nf4: the linear layers under the policy's adapter are held in 4 bits (QLoRA) by bitsandbytes (`pip install
-    skyrl_train[quantization]`). Needs `model.lora.rank`; not with `strategy=fsdp2`. Engines and exports have whole ones."""
+    """nf4: the linear layers under the policy's adapter are held in 4 bits (QLoRA) by bitsandbytes (the extra
+    `quantization`). Needs `model.lora.rank`; not with `strategy=fsdp2`. Engines and exports have whole ones."""
     freeze: Fixed[tuple[Literal["vision"], ...]] = ()
     """`[vision]`: a model of images and text keeps its vision tower as it is."""
     lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)

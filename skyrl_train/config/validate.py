@@ -29,6 +29,7 @@ from skyrl_train.config.validate_engines import ENGINE_RULES
 from skyrl_train.config.validate_models import MODEL_RULES, lora_targets, quantization
 from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.errors import Violation
+from skyrl_train.installed import install_command
 from skyrl_train.registry import PartSpec, did_you_mean, part_name
 
 
@@ -303,7 +304,7 @@ def _memory_probe(trainer: LoopConfig, strategy: StrategyConfig) -> Iterator[Vio
             field,
             probe,
             "needs JAX, which is not installed",
-            "pip install 'skyrl_train[jax]', or set trainer.memory_probe=trace",
+            f"{install_command('jax')}, or set trainer.memory_probe=trace",
         )
     if strategy.ranks_per_share > 1:
         yield Violation.of(

@@ -25,6 +25,7 @@ from skyrl_train.config.schema import (
     TrainerConfig,
 )
 from skyrl_train.errors import Violation
+from skyrl_train.installed import install_command
 from skyrl_train.registry import part_name
 
 
@@ -124,7 +125,7 @@ def quantization(model: ModelConfig, strategy: StrategyConfig) -> Iterator[Viola
         ),
         "needs bitsandbytes, which is not installed here": (
             find_spec("bitsandbytes") is None,
-            "pip install 'skyrl_train[quantization]'",
+            install_command("quantization"),
         ),
     }
     for rule, (is_broken, remedy) in rules.items():
@@ -145,7 +146,7 @@ def _lora_dropout(model: ModelConfig, critic: CriticConfig) -> Iterator[Violatio
 
 def _adapter(lora: LoraConfig, prefix: str) -> Iterator[Violation]:
     if lora.rank and find_spec("peft") is None:
-        rule, remedy = "needs PEFT, which is not installed here", "pip install 'skyrl_train[lora]'"
+        rule, remedy = "needs PEFT, which is not installed here", install_command("lora")
         yield Violation.of(f"{prefix}.rank", lora.rank, rule, f"{remedy}, or {prefix}.rank=0")
     if lora.rank and not lora.targets:
         rule, remedy = "must name a layer", f"try {prefix}.targets=[all-linear]"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import ModelError, SkyrlTrainError
+from skyrl_train.installed import install_command
 from skyrl_train.memory.fit import MemoryProbe
 from skyrl_train.memory.model_sizes import ModelSizes
 
@@ -31,7 +32,7 @@ def require_jax() -> None:
         import jax  # noqa: F401
     except ImportError:
         raise SkyrlTrainError(
-            "JAX is not installed, which compiles what is probed: pip install 'skyrl_train[jax]'"
+            f"JAX is not installed, which compiles what is probed: {install_command('jax')}"
         ) from None
 
 

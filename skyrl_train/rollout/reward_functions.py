@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 from skyrl_train import sandbox
 from skyrl_train.config.parts import REWARDS
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.installed import install_command
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
 from skyrl_train.rollout.peer_rewards import (
     OF_TRL,
@@ -37,8 +38,8 @@ OF_PROMPT = ("prompt", "uid")
 OF_TRAJECTORY = ("completion", "completion_messages", "messages", "stop_reason", "response_length", "num_turns")
 PLURALS = {"completions": "completion", "prompts": "prompt"}
 """Names that functions of several trajectories may use, too."""
-LIBRARIES = {"math_verify": ("math_verify", "math-verify[antlr4-9-3]"), "json_schema": ("jsonschema", "jsonschema")}
-"""Modules that rewards of this package import where they are used, and what installs them."""
+LIBRARIES = {"math_verify": ("math_verify", "math")}
+"""Modules that rewards of this package import where they are used, and the extra that installs them."""
 _GIVEN = (*OF_PROMPT, *OF_TRAJECTORY)
 
 
@@ -127,10 +128,10 @@ def reward_violations(spec: PartSpec, setting: str) -> list[Violation]:
         part = _part(target, setting)
     except ConfigError as error:
         return list(error.violations)
-    module, package = LIBRARIES.get(target, ("", ""))
+    module, extra = LIBRARIES.get(target, ("", ""))
     if module and find_spec(module) is None:
-        remedy = f"pip install {package}"
-        return [Violation.of(setting, target, f"needs the library {package}, which is not installed here", remedy)]
+        rule = f"needs the library {module}, which is not installed here"
+        return [Violation.of(setting, target, rule, install_command(extra))]
     if target == "code" and (found := sandbox.violations(arguments.get("sandbox", "required"), "the reward code")):
         return found
     if inspect.isclass(part):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import subprocess
@@ -10,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+from skyrl_train.installed import DISTRIBUTION, requirements
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LEARNER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "peft")
@@ -108,7 +106,7 @@ def driver_version() -> str:
 def installed_versions() -> dict[str, str]:
     """Versions of the packages that matter, of those that are installed."""
     found: dict[str, str] = {}
-    for name in ("skyrl_train", *LEARNER_PACKAGES, *OTHER_PACKAGES):
+    for name in (DISTRIBUTION, *LEARNER_PACKAGES, *OTHER_PACKAGES):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -118,30 +116,12 @@ def installed_versions() -> dict[str, str]:
 
 def unsupported_versions(versions: Mapping[str, str]) -> Iterator[str]:
     """One sentence for each installed package whose version this release does not support."""
-    ranges = {requirement.name: requirement.specifier for requirement in _requirements()}
+    from packaging.requirements import Requirement
+
+    ranges = {each.name: each.specifier for each in map(Requirement, requirements())}
     for name, version in versions.items():
         if name in ranges and not ranges[name].contains(version, prereleases=True):
             yield f"{name} {version} is installed, this release supports {name}{ranges[name]}"
-
-
-def _requirements() -> list[Requirement]:
-    """What this release requires: of the installed distribution, or of the checkout where none is installed."""
-    from packaging.requirements import Requirement
-
-    try:
-        lines = metadata.requires("skyrl_train") or []
-    except metadata.PackageNotFoundError:
-        lines = _requirements_of_checkout(PACKAGE.parent / "pyproject.toml")
-    return [Requirement(line) for line in lines]
-
-
-def _requirements_of_checkout(pyproject: Path) -> list[str]:
-    """Return the requirements, or None if there is no such file, or no parser for it, as before Python 3.11."""
-    if importlib.util.find_spec("tomllib") is None or not pyproject.is_file():
-        return []
-    tomllib = importlib.import_module("tomllib")
-    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
 
 
 def add_missing_collectives() -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from skyrl_train.config.schema import MlflowConfig, PrometheusConfig, TrackioConfig
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.installed import install_command
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.declarations import declaration_of
 from skyrl_train.telemetry.files import write_atomically
@@ -37,7 +38,7 @@ def _started(name: str, start: Callable[[], R]) -> R:
         return in_time(start, what=f"starting tracker.{name}", timeout_s=START_TIMEOUT_S)
     except ImportError as error:
         raise SkyrlTrainError(
-            f"tracker.{name} needs the extra: pip install 'skyrl_train[{name}]' ({error}). Or leave it out of tracker=..."
+            f"tracker.{name} needs a package: {install_command(name)} ({error}). Or leave it out of tracker=..."
         ) from error
     except Exception as error:  # each package raises its own kinds
         raise SkyrlTrainError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.installed import install_command
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.types import ChatMessage, RolloutBatch, Trajectory
@@ -129,7 +130,7 @@ class TensorboardTracker:
         except (ImportError, OSError) as error:
             raise SkyrlTrainError(
                 f"tracker.tensorboard cannot start ({type(error).__name__}: {error}). "
-                "pip install 'skyrl_train[tensorboard]', or leave tensorboard out of tracker=..."
+                f"{install_command('tensorboard')}, or leave tensorboard out of tracker=..."
             ) from error
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

@@ -25,6 +25,7 @@ from skyrl_train.algorithms.controllers import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
+from skyrl_train.installed import DISTRIBUTION
 from skyrl_train.rollout.admission import Settled
 from skyrl_train.telemetry.files import finite_number, read_json, whole_number, write_json
 from skyrl_train.telemetry.json_text import shown
@@ -219,7 +220,7 @@ def library_versions() -> dict[str, str]:
 @cache
 def _version(library: str) -> str:
     try:
-        return metadata.version(library)
+        return metadata.version(DISTRIBUTION if library == "skyrl_train" else library)
     except metadata.PackageNotFoundError:
         return _NOT_INSTALLED
 

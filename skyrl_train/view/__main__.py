@@ -8,7 +8,6 @@ read and never written to. The page is served on 127.0.0.1 to whoever has the ad
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -18,7 +17,9 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+import skyrl_train
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.installed import install_command
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.export import write_report
@@ -43,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.terminal:
         return _in_terminal(args)
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        sys.stderr.write(
-            f"skyrl-view needs {', '.join(missing)}: pip install 'skyrl_train[view]', in Python 3.11 or later\n"
-        )
+        sys.stderr.write(f"skyrl-view needs {', '.join(missing)}: {install_command('view')}, in Python 3.11 or later\n")
         return 2
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -74,7 +73,7 @@ def _in_terminal(args: argparse.Namespace) -> int:
 def _view(args: argparse.Namespace, folder: Path) -> None:
     runs = find_runs(args.runs)
     index = RolloutIndex(folder, runs)
-    answers = Answers(runs, index, version=importlib.metadata.version("skyrl_train"))
+    answers = Answers(runs, index, version=skyrl_train.__version__)
     if args.export is not None:
         report = write_report(answers, [("limit", str(args.limit or 200))], STATIC)
         write_atomically(args.export, report.encode())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from importlib import metadata
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import skyrl_train
+from skyrl_train.installed import DISTRIBUTION, install_command
 from tests.support.source_calls import REPOSITORY
 
 TOLD = {"PIL": "pillow", "aiohttp": "aiohttp", "mcp_types": "mcp"}
@@ -61,7 +64,7 @@ def test_the_version_has_one_home(project: dict[str, Any]) -> None:
     assert f"\nversion: {project['version']}\n" in citation
     changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## ([\d.]+)", changes, flags=re.MULTILINE)[0] == project["version"]
-    assert skyrl_train.__version__ == metadata.version("skyrl_train")
+    assert skyrl_train.__version__ == metadata.version(DISTRIBUTION)
 
 
 def test_classifiers_name_the_versions_of_python_that_are_allowed(project: dict[str, Any]) -> None:
@@ -83,7 +86,7 @@ def test_uv_lock_is_of_these_requirements_and_names_pypi_alone(project: dict[str
     assert set(re.findall(r"\w+://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
     assert set(re.findall(r"source = \{ (\w+) =", text)) == {"registry", "editable"}
     packages = tomllib.loads(text)["package"]
-    (ours,) = (each for each in packages if each["name"] == "skyrl-train")
+    (ours,) = (each for each in packages if each["name"] == DISTRIBUTION)
     locked = {
         (each["name"], SpecifierSet(each.get("specifier", "")), extra_of(each.get("marker", "")))
         for each in ours["metadata"]["requires-dist"]
@@ -105,3 +108,77 @@ def test_uv_lock_is_of_these_requirements_and_names_pypi_alone(project: dict[str
 def extra_of(marker: str) -> str:
     found = re.search(r"extra == '([\w-]+)'", marker)
     return found[1] if found else ""
+
+
+STRANGERS = {
+    "torch": "the newest build of PyTorch's own index that fits, before the rest",
+    "numpy": "in an environment apart, in whichever version",
+    "hydra-optuna-sweeper": "one of Hydra's own plug-ins",
+    "s3fs": "a file system of fsspec's",
+    "pillow": "with images, and the model's processor asks for it",
+    "flash-attn": "a kernel of another project, on GPUs",
+    "verifiers": "in an environment apart, in whichever version",
+    "langchain": "in the agent's own environment",
+    "langgraph": "in the agent's own environment",
+    "langchain-openai": "in the agent's own environment",
+}
+"""Packages that are no extra, or are told without the extra's versions, although a command names them, and why."""
+COMMAND = re.compile(r"\bpip install ((?:(?!  )[^`\"#;|&)\\\n])+)", re.IGNORECASE)
+WITH_VALUE = ("-r", "--index-url", "--extra-index-url", "--override")
+OF_ANOTHER_PROJECT = re.compile(r"skyrl[-_]train\[", re.IGNORECASE)
+
+
+def read_by_users() -> Iterator[tuple[str, str]]:
+    """Pages, configurations, examples and the package: where a command may be read."""
+    for place in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "conf", "examples", "skyrl_train"):
+        found = [REPOSITORY / place] if place.endswith(".md") else sorted((REPOSITORY / place).rglob("*"))
+        for path in found:
+            if path.suffix in (".md", ".yaml", ".py") and path.name != "installed.py":  # which composes such commands
+                yield str(path.relative_to(REPOSITORY)), path.read_text(encoding="utf-8")
+
+
+def packages_of(command: str) -> list[str]:
+    """What `pip install` is told to install, without its options and what is filled in later."""
+    words = [quoted or word for quoted, word in re.findall(r"'([^']+)'|([^\s']+)", command)]
+    values = {after for word, after in pairwise(words) if word in WITH_VALUE}
+    return [each for each in words if not each.startswith("-") and each not in values and "{" not in each]
+
+
+def is_of(project: dict[str, Any], package: str) -> bool:
+    """Whether it is the checkout, with extras that there are, or a requirement in the versions of this project."""
+    if of_checkout := re.fullmatch(r"\.(?:\[([\w-]+)\])?|one_gradient_skyrl_train-\*\.whl", package):
+        return of_checkout[1] is None or of_checkout[1] in project["optional-dependencies"]
+    named = Requirement(package)
+    groups = (project["dependencies"], *project["optional-dependencies"].values())
+    ranges = [Requirement(line) for lines in groups for line in lines]
+    return named.name in STRANGERS or any(
+        (each.name, each.extras) == (named.name, named.extras)
+        and (each.specifier == named.specifier or Version(str(named.specifier).strip("=") or "0") in each.specifier)
+        for each in ranges
+    )
+
+
+def test_each_command_that_installs_something_names_packages_of_this_project(project: dict[str, Any]) -> None:
+    named = [
+        (page, each) for page, text in read_by_users() for found in COMMAND.findall(text) for each in packages_of(found)
+    ]
+    assert len(named) > 25
+    assert [(page, package) for page, package in named if not is_of(project, package)] == []
+
+
+def test_no_command_names_the_project_that_has_this_ones_name_on_the_index() -> None:
+    assert [(page, found) for page, text in read_by_users() for found in OF_ANOTHER_PROJECT.findall(text)] == []
+
+
+def test_advice_about_an_extra_is_about_one_that_there_is(project: dict[str, Any]) -> None:
+    asked = {extra for _, text in read_by_users() for extra in re.findall(r"install_command\([\"'](\w+)[\"']\)", text)}
+    assert {"lora", "view", "mcp"} <= asked <= project["optional-dependencies"].keys()
+    for extra in asked:
+        stated = {Requirement(line) for line in project["optional-dependencies"][extra]}
+        told = {Requirement(each) for each in packages_of(install_command(extra).removeprefix("pip install "))}
+        assert {(each.name, each.specifier) for each in told} == {(each.name, each.specifier) for each in stated}
+
+
+def test_the_name_that_pip_knows_is_this_projects_alone(project: dict[str, Any]) -> None:
+    assert project["name"] == DISTRIBUTION
+    assert not DISTRIBUTION.replace("_", "-").startswith("skyrl-train")

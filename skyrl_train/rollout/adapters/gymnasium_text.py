@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.errors import Violation
+from skyrl_train.installed import install_command
 from skyrl_train.registry import import_attr
 from skyrl_train.types import ChatMessage
 
@@ -76,7 +77,7 @@ class GymnasiumEnvironment:
             yield from _unreadable(gymnasium, environment, arguments)
         except Exception as error:  # whatever the makers of environments raise
             missing = isinstance(error, ImportError) and "gymnasium" in str(error)
-            remedy = "pip install 'skyrl_train[gymnasium]'" if missing else f"{type(error).__name__}: {error}"
+            remedy = install_command("gymnasium") if missing else f"{type(error).__name__}: {error}"
             rule = "needs the package gymnasium" if missing else "must be an environment that gymnasium can make"
             yield Violation.of(f"{SETTING}.id", arguments["id"], rule, " ".join(remedy.split()))
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.errors import DataError, Violation
+from skyrl_train.installed import install_command
 from skyrl_train.rollout.env_boundary import describe
 from skyrl_train.types import ChatMessage
 
@@ -55,7 +56,7 @@ class OpenEnvironment:
         try:
             importlib.import_module("openenv.core.generic_client")  # which takes longer than a server may
         except ImportError as error:
-            remedy = "pip install 'skyrl_train[openenv]', for the interpreter of environment.python if there is one"
+            remedy = f"{install_command('openenv')}, for the interpreter of environment.python if there is one"
             remedy += f" ({error})"
             yield Violation.of(f"{SETTING}.url", arguments["url"], "needs the package openenv-core", remedy)
             return

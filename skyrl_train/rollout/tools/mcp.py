@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.installed import install_command
 from skyrl_train.rollout.tools.toolbox import Schema, ToolError, ToolUnavailable
 from skyrl_train.telemetry.redaction import learn_secrets, redact_text
 
@@ -172,7 +173,7 @@ class _Connection:
             if isinstance(error, concurrent.futures.TimeoutError):
                 problem = f"it did not answer within {timeout_s:g} s{self._errors.last_lines()}"
             elif isinstance(error, ImportError):
-                problem = f"the package mcp is not installed ({error}): pip install 'skyrl-train[mcp]'"
+                problem = f"the package mcp is not installed ({error}): {install_command('mcp')}"
             elif isinstance(error, Exception):
                 problem = f"{_innermost(error)}{self._errors.last_lines()}"
             else:

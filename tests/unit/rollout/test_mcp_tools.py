@@ -107,7 +107,7 @@ raise SystemExit(3)
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[mcp\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'mcp[<>]"):
         tool_schemas([mcp(command=[sys.executable, "-c", json.dumps("no package")])])
 
 

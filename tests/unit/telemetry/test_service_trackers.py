@@ -152,5 +152,5 @@ def test_prometheus_is_answered_on_this_machine_alone_with_the_last_record(tmp_p
 
 def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
-    with pytest.raises(SkyrlTrainError, match=r"tracker\.mlflow needs the extra: pip install 'skyrl_train\[mlflow\]'"):
+    with pytest.raises(SkyrlTrainError, match=r"tracker\.mlflow needs a package: pip install 'mlflow-skinny[<>]"):
         logged(tmp_path, TrackerConfig(mlflow=MlflowConfig(enabled=True)))
