@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds the source archive and the wheel, installs the wheel in an empty environment, and trains two steps of the quickstart
-# there, from another folder. Prints what the installation took.
+# Builds the source archive and the wheel, installs the wheel in an empty environment, and trains there, from another folder:
+# two steps of the quickstart, and one of the README's own task, whose module and data lie in that folder. Prints what the
+# installation took.
 # ./scripts/check_wheel.sh: everything from the package index. With --quick: the packages that it needs are those of .venv.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
@@ -60,3 +61,27 @@ assert pathlib.Path(skyrl_train.__file__).is_relative_to(sys.prefix), skyrl_trai
 }
 [ "$(wc -l <run/metrics.jsonl)" -ge 2 ] || die "two steps should have left two lines in metrics.jsonl"
 say "two steps of the quickstart ran from $PWD"
+
+# The README's own task, by the console command, as small as it comes.
+sed -n '/^# my_code.py$/,/^```$/p' "$root/README.md" | sed '$d' >my_code.py
+for number in 1 2 3 4; do
+    printf '{"question": "How much is %s + 1?", "answer": "%s"}\n' "$number" "$((number + 1))"
+done >questions.jsonl
+# shellcheck disable=SC2046
+"$work/venv/bin/skyrl-train" $(sed -n '/^python -m skyrl_train.main environment.reward=my_code:score/,/^```$/p' "$root/README.md" |
+    sed 's/^python -m skyrl_train.main//; s/\\$//; /^```/d') \
+    data.max_validation_prompts=2 trainer.eval_before_train=false trainer.total_steps=1 \
+    trainer.train_batch_size=2 trainer.policy_mini_batch_size=2 trainer.critic_mini_batch_size=2 \
+    generator.n_samples_per_prompt=2 generator.sampling.max_generate_length=8 hydra.run.dir="$work/elsewhere/own" \
+    >"$work/own.log" 2>&1 || {
+    tail -n 30 "$work/own.log" >&2
+    die "the README's own task failed"
+}
+say "a step of the README's own task ran by skyrl-train"
+"$work/venv/bin/skyrl-generate" model.path=own/export data.validation=questions.jsonl \
+    generator.eval_sampling.max_generate_length=8 hydra.run.dir="$work/elsewhere/evaluated" >"$work/evaluated.log" 2>&1 || {
+    tail -n 30 "$work/evaluated.log" >&2
+    die "the evaluation of its export failed"
+}
+grep -q "environment.reward=my_code:score" "$work/evaluated.log" || die "the evaluation should have taken the run's reward"
+say "its export was evaluated by the reward of its run"

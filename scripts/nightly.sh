@@ -2,6 +2,19 @@
 # What takes longer than CI may, for a machine that has the night: the tests marked so, among them every architecture that
 # trains through vLLM's CPU build; then every fault of docs/reliability.md, and whether every extra can be installed, which
 # needs a network. With arguments, which go to pytest, the first alone: ./scripts/nightly.sh -k mixtral
+#
+# Why a test is here and not in CI: it takes a minute or more, or it differs in one setting from one that CI keeps.
+#   tests/cluster    test_restarts: a node dies                   CI kills and stops a rank; restarts are the same code
+#                    test_replayed_runs: ddp; 2, 1, 2 workers     test_learners: two ranks by ddp; from two ranks to one
+#                    test_http_server: while the learner updates  test_async_runs in this process, test_vllm_in_flight
+#                    test_vllm_architectures: all but two         the code that syncs is one; qwen3_moe has experts, too
+#                    test_vllm_inline: a core dies; Ctrl-C        test_vllm_apart: a core that is killed is noticed
+#                    test_two_engines: place taken in training    test_weight_transports: an engine that was away
+#                    test_stream_placements                       test_two_engines: one of two dies; test_async_runs
+#                    test_sft, test_sizing_on_ray: half of both   the other strategy, with and without an adapter
+#   tests/trainers   test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
+#   tests/equivalence test_layout_law: 40 draws of each pair      10 draws of each; 25 of all by default
+# `git grep mark.nightly tests` has the others, each beside the variant that CI runs.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh

@@ -127,6 +127,7 @@ def test_a_run_learns_by_a_server_that_gets_its_weights_as_files(server: Server,
     assert not (tmp_path / "run" / "weights").exists(), "what a sync wrote is removed"
 
 
+@pytest.mark.nightly
 def test_a_server_answers_while_the_learner_updates_but_for_the_moment_in_which_it_takes_weights(
     server: Server, tmp_path: Path
 ) -> None:

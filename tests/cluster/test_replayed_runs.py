@@ -54,7 +54,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
         pytest.param("single", 1, marks=pytest.mark.nightly),
         pytest.param("fsdp2", 1, marks=pytest.mark.nightly),
         ("fsdp2", 2),
-        ("ddp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_ray_trains_the_weights_of_one_process_on_any_number_of_ranks(
@@ -70,6 +70,7 @@ def test_ray_trains_the_weights_of_one_process_on_any_number_of_ranks(
     assert unaccounted_share(found) < 0.05
 
 
+@pytest.mark.nightly
 def test_two_workers_then_one_then_two_go_on_from_each_others_checkpoints(recording: Recording, tmp_path: Path) -> None:
     for step, num_ranks in enumerate((2, 1, 2), start=1):
         ranks = ("strategy=fsdp2", f"placement.policy_num_workers={num_ranks}", f"trainer.total_steps={step}")

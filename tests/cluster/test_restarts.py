@@ -90,6 +90,7 @@ def test_ranks_that_are_killed_and_stopped_lead_to_restarts_that_equal_a_resume_
     require_the_same(tmp_path / "struck", by_hand)
 
 
+@pytest.mark.nightly
 def test_a_node_that_dies_leaves_the_run_to_the_others_as_a_resume_on_fewer_ranks_would(tmp_path: Path) -> None:
     nodes = ("placement.policy_num_nodes=2", "placement.allow_fewer_workers=true", "placement.silence_timeout_s=20")
     said = struck(tmp_path / "struck", "NODE@3", *TWO, *nodes)

@@ -25,6 +25,7 @@ from tests.support.learner_cases import VOCABULARY
 pytestmark = pytest.mark.cluster
 
 LENGTHS = (9, 4, 12, 7, 5, 16, 8)
+ADAPTER = LoraConfig(rank=3, dropout=0.2)
 SLOT = Slot(options={"num_cpus": 1})
 
 
@@ -53,8 +54,15 @@ def train(learner: Learner) -> tuple[dict[str, Tensor], Sequence[float]]:
     return {name: tensor.clone() for name, tensor in learner.weights()}, losses
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=3, dropout=0.2)], ids=["whole", "adapter"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("strategy", "lora"),
+    [
+        pytest.param("ddp", LoraConfig(), id="ddp-whole", marks=pytest.mark.nightly),
+        pytest.param("ddp", ADAPTER, id="ddp-adapter"),
+        pytest.param("fsdp2", LoraConfig(), id="fsdp2-whole"),
+        pytest.param("fsdp2", ADAPTER, id="fsdp2-adapter", marks=pytest.mark.nightly),
+    ],
+)
 def test_two_ranks_train_as_one_process_does(
     session: RaySession, model_folder: Path, strategy: str, lora: LoraConfig
 ) -> None:

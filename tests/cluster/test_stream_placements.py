@@ -83,6 +83,7 @@ def test_vllm_beside_the_learner_generates_while_it_updates(tmp_path: Path) -> N
     assert relative_difference(exported(replayed), exported(folder)) == 0.0
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_killed_while_the_stream_runs_costs_no_prompt_and_comes_back(tmp_path: Path) -> None:
     folder, steps = tmp_path / "run", 6
     sizes = ("generator.vllm.num_engines=2", f"trainer.total_steps={steps}", "data.validation=[]")

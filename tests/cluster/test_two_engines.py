@@ -186,6 +186,7 @@ def answers(rollouts: Rollouts, index: int, name: str) -> GenerationOutput:
     return output
 
 
+@pytest.mark.nightly
 def test_an_engine_whose_place_was_taken_while_the_policy_trained_joins_with_the_next_weights(
     rollouts: Rollouts,
 ) -> None:

@@ -108,6 +108,7 @@ def test_ctrl_c_lets_the_step_end_and_leaves_a_checkpoint_and_no_process(tmp_pat
     assert nothing_left(family)
 
 
+@pytest.mark.nightly
 def test_a_core_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with running(tmp_path / "run") as process:
         family, (core,) = descendants(process.pid), cores_of(process)

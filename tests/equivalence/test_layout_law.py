@@ -29,7 +29,8 @@ from tests.support.layouts import (
 from tests.support.learner_cases import make_double, save_tiny_model
 
 DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-DRAWN_SLOWLY = settings(DRAWN, max_examples=40)
+DRAWN_SLOWLY = settings(DRAWN, max_examples=10)
+DRAWN_AT_NIGHT = settings(DRAWN, max_examples=40)
 ANY_LOSS = st.sampled_from(sorted(POLICY_LOSSES))
 ANY_REGIME = st.sampled_from(REGIMES)
 ANY_KL = st.sampled_from(sorted(KL_ESTIMATORS))
@@ -77,6 +78,21 @@ def test_every_loss_has_one_gradient_on_policy(model, loss):
 def test_any_layout_gives_the_gradient_of_the_plainest_at_length(
     model, loss, reduction, regime, batch_of, layout, normalize, kl
 ):
+    require_the_gradient_of_the_plainest(model, loss, reduction, regime, batch_of, layout, normalize, kl)
+
+
+@pytest.mark.nightly
+@EVERY_REDUCTION
+@EVERY_LOSS
+@DRAWN_AT_NIGHT
+@given(regime=ANY_REGIME, batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=ANY_KL)
+def test_any_layout_gives_the_gradient_of_the_plainest_all_night(
+    model, loss, reduction, regime, batch_of, layout, normalize, kl
+):
+    require_the_gradient_of_the_plainest(model, loss, reduction, regime, batch_of, layout, normalize, kl)
+
+
+def require_the_gradient_of_the_plainest(model, loss, reduction, regime, batch_of, layout, normalize, kl):
     step = step_of(loss, reduction, normalize_advantages=normalize, kl_estimator=kl)
     expected = learner_gradient(model, step, batch_of, regime=regime)
     assert_same_gradient(learner_gradient(model, step, batch_of, layout, regime), expected)

@@ -55,13 +55,13 @@ PARTS = (
         name="crash_states",
         fault="killed, or without power, after any file operation; torn, lost and reordered writes",
         whole="tests.reliability.resume_crash_states",
-        sample="tests.reliability.resume_crash_states --cases 15",
+        sample="tests.reliability.resume_crash_states --cases 8",
     ),
     Part(
         name="bit_flips",
         fault="one bit of a checkpoint folder turned over",
         whole="tests.reliability.bit_flips",
-        sample="tests.reliability.bit_flips --flips 1000 --resumed 6",
+        sample="tests.reliability.bit_flips --flips 1000 --resumed 3",
     ),
     Part(
         name="kills_rl",

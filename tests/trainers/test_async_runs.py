@@ -97,9 +97,13 @@ def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", ["rollouts", "journal"])
 @pytest.mark.parametrize(
-    "kind", ["", "curriculum", "greedy samples", "oversampling", "dynamic sampling", "copies", "critic"]
+    ("kind", "kept"),
+    [
+        pytest.param(kind, kept, marks=[pytest.mark.nightly] if kind and kept == "journal" else [])
+        for kind in ("", "curriculum", "greedy samples", "oversampling", "dynamic sampling", "copies", "critic")
+        for kept in ("rollouts", "journal")
+    ],
 )
 def test_steps_after_the_checkpoint_are_taken_again_and_replays_give_the_same_weights(
     tmp_path: Path, kind: str, kept: str

@@ -148,6 +148,19 @@ def test_the_job_can_be_shown_resolved(started) -> None:  # type: ignore[no-unty
     assert started("--cfg", "hydra", "--resolve", "-p", "hydra.run").returncode == 0
 
 
+@pytest.mark.parametrize("stands_there", [True, False])
+def test_a_console_command_finds_modules_where_the_user_stands(started, tmp_path: Path, stands_there: bool) -> None:  # type: ignore[no-untyped-def]
+    """Python itself looks in the command's own folder alone."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "my_code.py").write_text("def score(completion, answer):\n    return 0.0\n")
+    (tmp_path / "standin.py").write_text(
+        f"import os\nos.chdir({str(tmp_path / ('task' if stands_there else '.'))!r})\n{STANDIN}"
+    )
+    done = started("+experiment=gsm8k_multiturn", "environment.reward=my_code:score")
+    assert done.returncode == (0 if stands_there else 2), done.stderr
+    assert stands_there or "No module named 'my_code'" in done.stderr
+
+
 @pytest.mark.parametrize("script", ["skyrl-train", "skyrl-sft", "skyrl-plan", "skyrl-generate"])
 def test_a_console_script_is_a_function_that_is_there(script: str) -> None:
     (target,) = re.findall(rf'^{script} = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)

@@ -96,5 +96,8 @@ def test_the_site_is_built_strictly_with_the_reference_and_a_search() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_the_quickstart_from_another_folder() -> None:
-    assert "two steps of the quickstart ran" in run_script("check_wheel.sh", "--quick")
+def test_the_wheel_trains_the_quickstart_and_an_own_task_from_another_folder() -> None:
+    said = run_script("check_wheel.sh", "--quick")
+    assert "two steps of the quickstart ran" in said
+    assert "a step of the README's own task ran by skyrl-train" in said
+    assert "its export was evaluated by the reward of its run" in said
