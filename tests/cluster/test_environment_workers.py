@@ -89,7 +89,8 @@ def test_a_reward_function_scores_on_ray_what_it_scores_here(tmp_path: Path, mon
     (tmp_path / "my_rewards.py").write_text(
         "def score(completion, answer):\n    return (len(completion) % 7 + len(str(answer))) / 10\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # where a command is started modules are found, by actors too
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     small = (
         "platform=cpu",
         "environment.reward=my_rewards:score",
