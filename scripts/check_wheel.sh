@@ -70,7 +70,7 @@ done >questions.jsonl
 # shellcheck disable=SC2046
 "$work/venv/bin/skyrl-train" $(sed -n '/^python -m skyrl_train.main environment.reward=my_code:score/,/^```$/p' "$root/README.md" |
     sed 's/^python -m skyrl_train.main//; s/\\$//; /^```/d') \
-    data.max_validation_prompts=2 trainer.eval_before_train=false trainer.total_steps=1 \
+    trainer.total_steps=1 \
     trainer.train_batch_size=2 trainer.policy_mini_batch_size=2 trainer.critic_mini_batch_size=2 \
     generator.n_samples_per_prompt=2 generator.sampling.max_generate_length=8 hydra.run.dir="$work/elsewhere/own" \
     >"$work/own.log" 2>&1 || {

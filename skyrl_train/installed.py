@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 DISTRIBUTION = "one-gradient-skyrl-train"
@@ -21,7 +22,7 @@ def requirements() -> list[str]:
     for distribution in metadata.distributions(name=DISTRIBUTION, path=path):
         return distribution.requires or []
     pyproject = _PARENT / "pyproject.toml"
-    if sys.version_info < (3, 11) or not pyproject.is_file():  # whose standard library reads no TOML
+    if find_spec("tomllib") is None or not pyproject.is_file():  # Python 3.10 reads no TOML
         return []
     project = import_module("tomllib").loads(pyproject.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].items()

@@ -60,7 +60,8 @@ def with_arguments_of_run(arguments: Sequence[str]) -> list[str]:
     folder = _run_of(stated.get("trainer.resume_path") or stated.get("model.path") or "")
     if folder is None or "experiment" in stated:
         return list(arguments)
-    taken, secret = [], []
+    taken: list[str] = []
+    secret: list[str] = []
     for text in map(str, OmegaConf.load(folder / FOLDER / "overrides.yaml")):
         name = text.lstrip("+~").partition("=")[0]
         section = re.split(r"[./@]", name)[0]

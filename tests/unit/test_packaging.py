@@ -111,18 +111,15 @@ def extra_of(marker: str) -> str:
 
 
 STRANGERS = {
-    "torch": "the newest build of PyTorch's own index that fits, before the rest",
-    "numpy": "in an environment apart, in whichever version",
     "hydra-optuna-sweeper": "one of Hydra's own plug-ins",
     "s3fs": "a file system of fsspec's",
     "pillow": "with images, and the model's processor asks for it",
     "flash-attn": "a kernel of another project, on GPUs",
-    "verifiers": "in an environment apart, in whichever version",
     "langchain": "in the agent's own environment",
     "langgraph": "in the agent's own environment",
     "langchain-openai": "in the agent's own environment",
 }
-"""Packages that are no extra, or are told without the extra's versions, although a command names them, and why."""
+"""Packages that no extra has although a command names them, and why."""
 COMMAND = re.compile(r"\bpip install ((?:(?!  )[^`\"#;|&)\\\n])+)", re.IGNORECASE)
 WITH_VALUE = ("-r", "--index-url", "--extra-index-url", "--override")
 OF_ANOTHER_PROJECT = re.compile(r"skyrl[-_]train\[", re.IGNORECASE)
@@ -145,16 +142,19 @@ def packages_of(command: str) -> list[str]:
 
 
 def is_of(project: dict[str, Any], package: str) -> bool:
-    """Whether it is the checkout, with extras that there are, or a requirement in the versions of this project."""
+    """Whether it is the checkout, with extras that there are, or a package of this project's, in its versions if in any."""
     if of_checkout := re.fullmatch(r"\.(?:\[([\w-]+)\])?|one_gradient_skyrl_train-\*\.whl", package):
         return of_checkout[1] is None or of_checkout[1] in project["optional-dependencies"]
     named = Requirement(package)
     groups = (project["dependencies"], *project["optional-dependencies"].values())
     ranges = [Requirement(line) for lines in groups for line in lines]
+    pin = re.fullmatch(r"==([\w.+]+)", str(named.specifier))
     return named.name in STRANGERS or any(
-        (each.name, each.extras) == (named.name, named.extras)
-        and (each.specifier == named.specifier or Version(str(named.specifier).strip("=") or "0") in each.specifier)
+        not named.specifier
+        or each.specifier == named.specifier
+        or (pin is not None and each.specifier.contains(pin[1]))
         for each in ranges
+        if each.name == named.name
     )
 
 
