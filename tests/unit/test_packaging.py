@@ -135,10 +135,11 @@ def read_by_users() -> Iterator[tuple[str, str]]:
 
 
 def packages_of(command: str) -> list[str]:
-    """What `pip install` is told to install, without its options and what is filled in later."""
-    words = [quoted or word for quoted, word in re.findall(r"'([^']+)'|([^\s']+)", command)]
+    """What `pip install` is told to install, up to what is filled in later; behind `--no-deps` the first, which needs the others."""
+    words = [quoted or word for quoted, word in re.findall(r"'([^']+)'|([^\s']+)", command.partition("{")[0])]
     values = {after for word, after in pairwise(words) if word in WITH_VALUE}
-    return [each for each in words if not each.startswith("-") and each not in values and "{" not in each]
+    packages = [each for each in words if not each.startswith("-") and each not in values]
+    return packages[: 1 if "--no-deps" in words else None]
 
 
 def is_of(project: dict[str, Any], package: str) -> bool:
