@@ -144,7 +144,7 @@ class _StandIn(ModuleType):
 
         def missing(*_arguments: object, **_named: object) -> None:
             raise ModuleNotFoundError(
-                f"needs {self.__name__}, which cannot be imported here: pip install it", name=self.__name__
+                f"needs {self.__name__}, which cannot be imported here: pip install {self.__name__}", name=self.__name__
             )
 
         return missing

@@ -135,7 +135,7 @@ def read_by_users() -> Iterator[tuple[str, str]]:
 
 
 def packages_of(command: str) -> list[str]:
-    """What `pip install` is told to install, up to what is filled in later; behind `--no-deps` the first, which needs the others."""
+    """What `pip install` is told to install, up to what is filled in later; of `--no-deps` the first alone."""
     words = [quoted or word for quoted, word in re.findall(r"'([^']+)'|([^\s']+)", command.partition("{")[0])]
     values = {after for word, after in pairwise(words) if word in WITH_VALUE}
     packages = [each for each in words if not each.startswith("-") and each not in values]
