@@ -65,7 +65,8 @@ def with_arguments_of_run(arguments: Sequence[str]) -> list[str]:
     for text in map(str, OmegaConf.load(folder / FOLDER / "overrides.yaml")):
         name = text.lstrip("+~").partition("=")[0]
         section = re.split(r"[./@]", name)[0]
-        if section in _SAYS_WHAT_IS_EVALUATED and not stated.keys() & {name, section}:
+        is_taken = section in _SAYS_WHAT_IS_EVALUATED or name.endswith("batch_size")  # which the run's data must fill
+        if is_taken and not stated.keys() & {name, section}:
             (secret if REDACTED in text else taken).append(text)
     said = f"evaluated as {folder} was trained: {' '.join(taken) or 'with the defaults'}"
     sys.stderr.write(f"{said}{'. To be stated here, as no secret is recorded: ' * bool(secret)}{' '.join(secret)}\n")

@@ -14,6 +14,7 @@ TYPED = [
     "data.prompt_column=question",
     "environment.reward=my_code:score",
     "generator.sampling.max_generate_length=16",
+    "trainer.train_batch_size=2",
     "trainer.total_steps=2",
     "model.path=base",
     "tracker.wandb.project=mine",
@@ -44,13 +45,13 @@ def test_an_evaluation_takes_data_reward_and_sampling_of_the_run_that_it_names(
     names: list[str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [name.format(run=run) for name in names]
-    assert with_arguments_of_run(arguments) == [*TYPED[:4], *arguments]
-    assert capsys.readouterr().err == f"evaluated as {run} was trained: {' '.join(TYPED[:4])}\n"
+    assert with_arguments_of_run(arguments) == [*TYPED[:5], *arguments]
+    assert capsys.readouterr().err == f"evaluated as {run} was trained: {' '.join(TYPED[:5])}\n"
 
 
 def test_what_the_command_states_is_not_taken(run: Path) -> None:
     arguments = [f"model.path={run}/export", "data=word_problems", "+environment.reward=other:score"]
-    assert with_arguments_of_run(arguments) == ["generator.sampling.max_generate_length=16", *arguments]
+    assert with_arguments_of_run(arguments) == [*TYPED[3:5], *arguments]
     stated = [f"model.path={run}/export", "+experiment=gsm8k_multiturn"]
     assert with_arguments_of_run(stated) == stated
 
