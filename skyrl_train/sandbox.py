@@ -331,12 +331,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def _namespace_words(way: _Way, reads: Sequence[str]) -> list[str]:
     words = [way.program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", *system_words()]
-    for place in [*_prefixes(), *_packages(), *reads]:
+    words += ["--dev", "/dev", "--perms", "1777", "--size", str(_SHARED_BYTES), "--tmpfs", "/dev/shm"]
+    words += ["--remount-ro", "/dev", "--perms", "1777", "--size", str(_FOLDER_BYTES), "--tmpfs", _FOLDER]
+    for place in [*_prefixes(), *_packages(), *reads]:  # after the folder: some are below it
         for parent in reversed(Path(place).parents[:-1]):
             words += ["--dir", str(parent)]
         words += ["--ro-bind", place, place]
-    words += ["--dev", "/dev", "--perms", "1777", "--size", str(_SHARED_BYTES), "--tmpfs", "/dev/shm"]
-    words += ["--remount-ro", "/dev", "--perms", "1777", "--size", str(_FOLDER_BYTES), "--tmpfs", _FOLDER]
     return [*words, *way.words, "--remount-ro", "/", "--chdir", _FOLDER]
 
 

@@ -192,7 +192,7 @@ def _components(
     low, high = facts.range or (-math.inf, math.inf)
     for name in weights:
         if not low <= rewards[name] <= high:
-            said = f"{entry.name} returned {name}={rewards[name]:g}"
+            said = f"{entry.name} returned {name}={rewards[name]!r}"
             message = f"{said}, outside the range {low:g} to {high:g} that it declares"
             raise Broken(FailureKind.INVALID_REWARD, message)
     if twice := [name for name in rewards if name in trajectory.rewards]:

@@ -27,6 +27,7 @@ from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.config.validate import run_rules
 from skyrl_train.rollout.agents import sandbox, sandboxes
 from skyrl_train.rollout.process_tree import start_time
+from skyrl_train.sandbox import programs
 from skyrl_train.types import FailureKind, RolloutBatch
 from tests.support.agent_cases import letter_by_letter, rolling, scripted
 from tests.support.fakes import FakeEngine
@@ -402,7 +403,7 @@ def test_a_launcher_that_does_not_work_here_is_told_before_anything_is_loaded(do
 # Launchers that are installed here
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed here")
+@pytest.mark.skipif(not programs(), reason="bubblewrap is not installed here")
 def test_bubblewrap_hides_this_machines_files_and_processes(roll: Roll, tmp_path: Path) -> None:
     launcher = launcher_of("bubblewrap")
     if subprocess.run(launcher.check, capture_output=True, timeout=20, check=False).returncode:

@@ -19,7 +19,12 @@ import pytest
 from skyrl_train import sandbox
 from skyrl_train.rollout.rewards.code_run import Verdict, run_tests
 
-IMPOSSIBLE = ("assert False", "assert 1 == 2", "assert f(20) == 'nothing that a program could know: ' + str(41 * 41)")
+IMPOSSIBLE = (
+    "assert False",
+    "assert 1 == 2",
+    "assert f(20) == 'nothing that a program could know: ' + str(41 * 41)",
+    "wanted = 'known to nobody'\nassert 'known' in f(lambda: wanted)",
+)
 """What no program passes, also where it knows everything but these texts."""
 F = "def f(x): return x\n"
 
@@ -71,6 +76,10 @@ FORGERIES = {
     ),
     "answers without an end": "import itertools\ndef f(x): return itertools.count()",
     "an answer of 100 MB": "def f(x): return 'x' * (100 << 20)",
+    "a look behind a function of the tests": (
+        "import gc\npeer = next(o for o in gc.get_objects() if type(o).__name__ == 'Peer')\n"
+        "def f(x):\n  if callable(x): return str(peer.ask(['attribute', x._remote[1], '__globals__']))\n  return x"
+    ),
     "an answer nested a million times": (
         "import gc, os, struct\npeer = next(o for o in gc.get_objects() if type(o).__name__ == 'Peer')\n"
         "def f(x):\n  data = b'[\"value\",' + b'[' * 1000000 + b']' * 1000000 + b']'\n"
@@ -213,6 +222,16 @@ def test_no_program_reads_a_secret(
         f"def f(x):\n  try: return {code.format(victim=str(victim), trainer=os.getpid())}\n  except OSError: return ''"
     )
     assert run(code, ("assert 's3cret' in f(1)", "assert isinstance(f(1), str)"), level) == Verdict(passed=1)
+
+
+@pytest.mark.slow
+def test_a_program_has_so_many_processes_and_no_more() -> None:
+    need_namespaces()
+    code = (
+        "import os, time\ndef f(x):\n  for n in range(200):\n    try: child = os.fork()\n    except OSError: return n\n"
+        "    if child == 0:\n      time.sleep(30)\n      os._exit(0)\n  return n"
+    )
+    assert run(code, (f"assert 20 <= f(1) <= {sandbox.MAX_PROCESSES}",), "required", 20.0) == Verdict(passed=1)
 
 
 @pytest.mark.slow
