@@ -21,7 +21,18 @@ def main() -> None:
     end_at_once_on_signals()  # first of all: what is imported next takes a second
     from skyrl_train.cli import start
 
-    start(_train, config_name="config")
+    start(_train, config_name="config", look=_look)
+
+
+def _look(node: DictConfig) -> None:
+    """`--look`: what two prompts make of the run, and nothing else."""
+    from skyrl_train.cli.composition import load_node
+    from skyrl_train.cli.exits import exit_on_errors
+    from skyrl_train.config.schema import Config
+    from skyrl_train.runs.rl import train
+
+    with exit_on_errors(node) as ending:
+        train(load_node(node, Config), on_end=ending.begins, only_looks=True)
 
 
 def _train(node: DictConfig) -> float | None:

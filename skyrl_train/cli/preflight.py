@@ -12,10 +12,11 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hydra
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -29,7 +30,7 @@ from hydra.version import setbase
 from omegaconf import DictConfig
 
 from skyrl_train.cli.command_line import RL_ROOT, CommandLine, Root, root_of
-from skyrl_train.cli.composition import Composer, as_in_a_run, load_node
+from skyrl_train.cli.composition import Composer, as_in_a_run, as_override, load_node
 from skyrl_train.cli.hydra_files import with_arguments_of_run
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, name_another_run, register_resolvers
 from skyrl_train.config.fields import meant_by, walk
@@ -40,13 +41,24 @@ from skyrl_train.installed import DISTRIBUTION, find_modules_here
 from skyrl_train.telemetry.redaction import learn_arguments, redact_text
 from skyrl_train.telemetry.run_log import console_streams
 
+LOOK = "--look"
+"""The flag of a command that takes the first look at a run and ends."""
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "output_dir")
 
-def start(task: Callable[[DictConfig], object], *, config_name: str, trains: bool = True) -> None:
+
+def start(
+    task: Callable[[DictConfig], object],
+    *,
+    config_name: str,
+    trains: bool = True,
+    look: Callable[[DictConfig], object] | None = None,
+) -> None:
     """Runs `task` under Hydra on the root config `config_name`, with the arguments of this process.
 
     Hydra names the job after the module of `task`; the command that resumes a run does too. What `task` returns is what a
     sweeper compares. Raises SystemExit(2) for problems with the arguments, before torch is imported. `trains`:
-    whether models are trained, so that room for that is needed.
+    whether models are trained, so that room for that is needed. `look` takes the place of `task` with `--look`, in a folder
+    that is gone afterwards.
     """
     find_modules_here()
     register_resolvers()
@@ -54,13 +66,21 @@ def start(task: Callable[[DictConfig], object], *, config_name: str, trains: boo
         ours = version(DISTRIBUTION)
         sys.stdout.write(f"skyrl_train {ours} (Hydra {hydra.__version__}, Python {platform.python_version()})\n")
         return
-    with console_streams():
+    with console_streams(), ExitStack() as stack:
+        looks = look is not None and LOOK in sys.argv
+        if look is not None and looks:
+            sys.argv.remove(LOOK)
+            task = look
         if trains and not sys.argv[1:]:
             sys.stderr.write(_no_experiment(config_name))
             raise SystemExit(2)
         if not trains:
             sys.argv[1:] = with_arguments_of_run(sys.argv[1:])
         preflight(sys.argv[1:], config_name=config_name, trains=trains)
+        if looks:
+            folder = stack.enter_context(TemporaryDirectory(prefix="skyrl_train_look_"))
+            behind = max((index for index, text in enumerate(sys.argv) if "=" in text), default=len(sys.argv) - 1) + 1
+            sys.argv[behind:behind] = [as_override(name, folder) for name in _FOLDERS]
         hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
 
 

@@ -151,6 +151,9 @@ class TrainerConfig(LoopConfig):
     """Write every trajectory to `rollouts/`, a Parquet file a step."""
     export_hf: Free[bool] = True
     """Write the final policy in Hugging Face format to `export/`."""
+    look: Free[Literal["auto", "off", "full"]] = "auto"
+    """A first look at two prompts' samples, rewards and times, of a run that begins (docs/recipes.md): auto before a first
+    step that is expected to take over 30 s; full always, and where rewards, tools or the environment ask a server, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,18 @@ def micro_batching_text(trainer: TrainerConfig, budgets: Mapping[str, TokenBudge
     return f"{name}: as many computed tokens as fit the memory: {'; '.join(parts)}"
 
 
+def optimizer_steps_text(plan: BatchPlan) -> str:
+    """Announced as a range where steps are closed by documents, whose number in a step depends on the micro-batches."""
+    each = f"{counted(plan.num_prompts_per_step, 'prompt')} each"
+    if plan.docs_per_step:
+        each = f"{span(plan.num_samples_per_step, plan.most_samples_per_step)} rollouts each"
+    a_batch = span(plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch)
+    return (
+        f"{a_batch} {'optimizer step' if a_batch == '1' else 'optimizer steps'} a batch ({each}), "
+        f"{span(plan.fewest_total_optimizer_steps, plan.total_optimizer_steps)} in all"
+    )
+
+
 def _size_lines(plan: BatchPlan, report: PlanReport) -> list[str]:
     documents = f" (each closed at {counted(plan.docs_per_step, 'document')} or more)" if plan.docs_per_step else ""
     rows = [

@@ -279,11 +279,11 @@ def time_lines(time: RunTime | None, disk: Mapping[str, int]) -> Iterator[str]:
         )
     else:
         yield f"{'rates':<10} {time.source}"
-        parts = ", ".join(f"{phase.name} {_duration(phase.seconds)}" for phase in time.phases if phase.seconds)
-        yield f"{'a step':<10} {_duration(time.step_s)}: {parts}"
+        parts = ", ".join(f"{phase.name} {duration(phase.seconds)}" for phase in time.phases if phase.seconds)
+        yield f"{'a step':<10} {duration(time.step_s)}: {parts}"
         yield from pipeline_lines(time.pipeline, takes_turns=time.takes_turns)
         yield (
-            f"{'the run':<10} {_duration(time.step_s * time.total_steps)} for {counted(time.total_steps, 'step', ',')} on "
+            f"{'the run':<10} {duration(time.step_s * time.total_steps)} for {counted(time.total_steps, 'step', ',')} on "
             f"{counted(time.num_devices, 'device')}: {three_digits(time.device_hours)} device-hours"
         )
     if disk:
@@ -335,7 +335,8 @@ def _mean(records: Iterable[Mapping[str, float]], name: str) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return seconds as `28.7 s`, `12.5 min` or `3.2 h`."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{three_digits(seconds / 3600)} h"

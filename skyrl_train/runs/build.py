@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from skyrl_train.config.rewards import RewardEntry
     from skyrl_train.config.schema import Config
     from skyrl_train.data.curriculum import Curriculum
-    from skyrl_train.interfaces import Generator, WeightTransport
+    from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
     from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.shared_device import LearnerOnSharedDevice
     from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.rollout.chat_tokens import ChatTokens
     from skyrl_train.rollout.env_processes import WorkerHost
+    from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.rollout.rewards.model import RewardModel
     from skyrl_train.rollout.stream import RolloutStream
@@ -79,6 +80,16 @@ def build_rollouts(
         from skyrl_train.weight_sync.transport import NoTransport
 
         return RolloutParts(generator=recording, transport=NoTransport())
+    assert engines is not None, "whatever is no recording is an engine"
+    _load_reward_models(config, host, stack)
+    generator = rollout_generator(config, engines.engine, host)
+    generator.on_progress = on_progress
+    stack.callback(generator.close)
+    return RolloutParts(generator=generator, transport=engines.transport)
+
+
+def rollout_generator(config: Config, engine: InferenceEngine, host: Host) -> RolloutGenerator:
+    """Return what makes rollouts with the `engine`, in environments of its own, which end with it."""
     from skyrl_train.config.mix import mixed_datasets
     from skyrl_train.inference.vllm_tools import make_tool_parser
     from skyrl_train.model.causal_lm import load_tokenizer
@@ -86,15 +97,12 @@ def build_rollouts(
     from skyrl_train.rollout.generator import RolloutGenerator
 
     tokenizer = load_tokenizer(config.model)
-    assert engines is not None, "whatever is no recording is an engine"
-    _load_reward_models(config, host, stack)
-    generator = RolloutGenerator(
-        engines.engine,
+    return RolloutGenerator(
+        engine,
         tokenizer,
         config.generator,
         config.environment,
         config.seed,
-        on_progress=on_progress,
         vocabulary_size=vocabulary_size(config.model),
         workers=_environment_workers(config, host),
         log=Path(config.output_dir) / "environments.log",
@@ -102,8 +110,6 @@ def build_rollouts(
         chat=chat_tokens(config.data, tokenizer, config.model),
         mix=mixed_datasets(config.data, config.environment, config.generator.sampling)[0],
     )
-    stack.callback(generator.close)
-    return RolloutParts(generator=generator, transport=engines.transport)
 
 
 def build_stream(

@@ -18,6 +18,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.model.gguf import pinned
+from skyrl_train.plan.report import optimizer_steps_text
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.rollout.environments import reward_lines
 from skyrl_train.runs.build import (
@@ -43,6 +44,7 @@ from skyrl_train.runs.common import (
     say_goodbye,
     tell_nobody,
 )
+from skyrl_train.runs.look import first_look
 from skyrl_train.runs.prompts import CheckedRows, has_images, measure_prompts, read_rows, require_exact_images
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 from skyrl_train.wording import counted, every
@@ -78,9 +80,9 @@ class Data:
     """Recorded rollouts in place of an engine; `train` is then what it answers."""
 
 
-def train(config: Config, *, on_end: OnEnd = tell_nobody) -> TrainingResult | None:
-    """Trains, or goes on training, in `config.output_dir`; None where the run there is complete. `on_end` is called before
-    parts are closed.
+def train(config: Config, *, on_end: OnEnd = tell_nobody, only_looks: bool = False) -> TrainingResult | None:
+    """Trains, or goes on training, in `config.output_dir`; None where the run there is complete, or where it `only_looks`
+    (`look.py`). `on_end` is called before parts are closed.
 
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
@@ -124,7 +126,9 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody) -> TrainingResult | No
             return None
         restarts.begun(start.global_step, policy_num_workers=config.placement.policy_num_workers)
         with Parts(console, restarts.ends) as stack:
-            return _train(config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack)
+            return _train(
+                config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack, only_looks
+            )
 
     with folder.locked():
         result = run_with_restarts(config, folder, console, attempt, on_end=on_end)
@@ -144,7 +148,8 @@ def _train(
     checkpoints: CheckpointStore,
     restarts: Restarts,
     stack: ExitStack,
-) -> TrainingResult:
+    only_looks: bool,
+) -> TrainingResult | None:
     from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.telemetry.learning_curve import draw_learning_curve
     from skyrl_train.telemetry.timeline import draw_timeline
@@ -159,6 +164,13 @@ def _train(
         learners = build_learners(run_models(config, plan.schedule), stack, host)
     with console.phase("probes"):
         size_micro_batches(config, plan, learners, folder, console)
+    activity = rollouts.generator.activity if isinstance(rollouts.generator, RolloutGenerator) else None
+    begins = start.checkpoint is None and not restarts.count
+    first_look(config, ppo_settings, plan, data.train, host, learners, console, begins=begins, is_asked=only_looks)
+    if activity is not None:
+        activity.take()  # what the engine did for the look is none of the run's
+    if only_looks:
+        return None
     loop = build_loop(
         config,
         config.trainer,
@@ -173,7 +185,7 @@ def _train(
         checkpoints=checkpoints,
         draw=draw_learning_curve,
         draw_timeline=draw_timeline,
-        activity=rollouts.generator.activity if isinstance(rollouts.generator, RolloutGenerator) else None,
+        activity=activity,
         num_restarts=restarts.count,
     )
     rollout_log = None
@@ -278,20 +290,6 @@ def _promise(config: Config) -> str:
     )
 
 
-def _optimizer_steps(plan: BatchPlan) -> str:
-    """Announced as a range where steps are closed by documents, whose number in a step depends on the micro-batches."""
-    from skyrl_train.plan.batch_plan import span
-
-    each = f"{counted(plan.num_prompts_per_step, 'prompt')} each"
-    if plan.docs_per_step:
-        each = f"{span(plan.num_samples_per_step, plan.most_samples_per_step)} rollouts each"
-    a_batch = span(plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch)
-    return (
-        f"{a_batch} {'optimizer step' if a_batch == '1' else 'optimizer steps'} a batch ({each}), "
-        f"{span(plan.fewest_total_optimizer_steps, plan.total_optimizer_steps)} in all"
-    )
-
-
 def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
     trainer = config.trainer
     evaluated = every(trainer.eval_interval, "step") if trainer.eval_interval else "before and after"
@@ -300,7 +298,7 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
     return [
         f"{counted(plan.total_steps, 'step')} of {counted(plan.num_prompts_per_batch, 'prompt')} x "
         f"{samples} = {counted(plan.num_samples_per_batch, 'trajectory')} each",
-        f"{_optimizer_steps(plan)}; micro-batches: {part_name(trainer.micro_batching)}, layout: {trainer.layout}",
+        f"{optimizer_steps_text(plan)}; micro-batches: {part_name(trainer.micro_batching)}, layout: {trainer.layout}",
         f"{counted(data.num_train, 'training prompt')}, {counted(plan.batches_per_epoch, 'batch')} an epoch; "
         + (f"{held_out}, evaluated {evaluated}" if data.validation else "no evaluation"),
         f"algorithm {part_name(trainer.algorithm.advantage_estimator)}, loss {part_name(trainer.algorithm.policy_loss)}, "

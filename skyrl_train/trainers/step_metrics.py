@@ -182,23 +182,25 @@ def engine_drift(metrics: Mapping[str, float]) -> str:
     )
 
 
-def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: int) -> str:
+def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: int | None = None) -> str:
     """A line where an estimator that compares the samples of a prompt finds almost nothing to compare: all samples of a
-    prompt have the same reward in `EQUAL_GROUPS` of the groups of a step, or more; else empty."""
+    prompt have the same reward in `EQUAL_GROUPS` of the groups, or more; else empty. `step`: of a step's rollouts."""
     groups = _comparable(rollouts)
     equal = [group for group in groups if min(group) == max(group)]
     if not estimator_reads(algorithm).whole_groups or not groups or len(equal) < EQUAL_GROUPS * len(groups):
         return ""
     values = {reward for group in equal for reward in group}
     each = f", {values.pop():g} in all of them" if len(values) == 1 else ""
-    return (
-        f"step {step}: the samples of a prompt all have the same reward in {len(equal)} of {len(groups)} groups{each}: with "
-        f"advantage_estimator={part_name(algorithm.advantage_estimator)} such groups have no gradient. Read "
-        f"rollouts/train_step_{step:06d}.parquet: is the reward the same for right and wrong answers, or the task too hard "
-        "or too easy? A reward with steps between, more generator.n_samples_per_prompt, a higher "
-        "generator.sampling.temperature or data.curriculum.enabled=true help. "
-        "(group/zero_variance has the share of each step; this is said once.)"
+    told = (
+        f"the samples of a prompt all have the same reward in {len(equal)} of {len(groups)} groups{each}: with "
+        f"advantage_estimator={part_name(algorithm.advantage_estimator)} such groups have no gradient. "
+        f"{'Is' if step is None else f'Read rollouts/train_step_{step:06d}.parquet: is'} the reward the same for right and "
+        "wrong answers, or the task too hard or too easy? A reward with steps between, more generator.n_samples_per_prompt, "
+        "a higher generator.sampling.temperature or data.curriculum.enabled=true help."
     )
+    if step is None:
+        return told
+    return f"step {step}: {told} (group/zero_variance has the share of each step; this is said once.)"
 
 
 def document_metrics(batch: TrainingInputBatch, docs_per_step: int) -> dict[str, float]:

@@ -28,7 +28,11 @@ def run(node):
     print("RUN", config.seed, config.output_dir, "torch" in sys.modules)
 
 
-start(run, config_name="config")
+def look(node):
+    print("LOOK", load_node(node, Config).output_dir)
+
+
+start(run, config_name="config", look=look)
 """
 
 
@@ -56,6 +60,17 @@ def test_a_run_writes_into_its_own_folder_and_keeps_the_terminal_quiet(started, 
     assert f"INFO stdout: RUN 0 {folder} False" in log
     assert log.count("for the terminal") == 1
     assert (folder / ".hydra" / "overrides.yaml").read_text() == "- +experiment=gsm8k_multiturn\n"
+
+
+def test_a_look_takes_the_place_of_the_run_and_leaves_nothing_behind(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = started("--look", "output_dir=chosen", "hydra.run.dir=chosen", "seed=1")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    word, folder = done.stdout.split()
+    assert word == "LOOK"
+    assert "skyrl_train_look_" in folder
+    assert not Path(folder).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["standin.py"]
 
 
 @pytest.mark.parametrize("argument", ["hydra.run.dir=chosen", "output_dir=chosen"])

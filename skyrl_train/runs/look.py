@@ -1,0 +1,332 @@
+"""The first look: what two prompts of a run make of its model, its reward and its settings, before it takes long.
+
+    2 prompts x 4 samples --the run's engine--> texts --environments of its own--> rewards --one update, dropped--> seconds
+                  other texts of no engine's --environments of its own--> rewards: does the reward read the text?
+
+It draws from seeds of its own and moves no weight: the run behind it is the same, bit for bit, as without it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.rewards import reward_entries
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate_batch import sizes_of
+from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
+from skyrl_train.plan.dry_run import expected_step_seconds
+from skyrl_train.plan.estimate import recorded_lengths
+from skyrl_train.plan.time import duration
+from skyrl_train.runs.build import Host, rollout_generator
+from skyrl_train.seeding import derive_seed
+from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, RolloutBatch, StopReason, Turn
+
+if TYPE_CHECKING:
+    from skyrl_train.interfaces import InferenceEngine, Learner
+    from skyrl_train.runs.look_report import Seen
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.metrics import StepMetrics
+    from skyrl_train.trainers.steps import Generated, Learners, PPOSettings, PromptBatches
+    from skyrl_train.types import Tokenizer
+
+NUM_PROMPTS, NUM_SAMPLES = 2, 4
+LONG_STEP_S = 30.0
+"""A first step that is expected to take longer is looked at before, unless `trainer.look=off`."""
+_GENERATE_S = 8.0
+"""Expected seconds of the rollouts beyond which the look's responses are cut shorter than the run's."""
+_Turns = tuple[tuple[int, ...], ...]
+"""The token ids of an answer's turns."""
+_ADAM_BYTES = 8
+"""Of a trained parameter's two averages, which the first step allocates."""
+_GRADIENT_BYTES = 4
+
+_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""How a row's own answer is written, to see whether a reward reads it."""
+
+
+def first_look(
+    config: Config,
+    settings_of: Callable[[Config], PPOSettings],
+    plan: BatchPlan,
+    batches: PromptBatches,
+    host: Host,
+    learners: Learners,
+    console: RunConsole,
+    *,
+    begins: bool = True,
+    is_asked: bool = False,
+) -> None:
+    """Look at a run that begins, where its first step is expected to be long or the look is asked for.
+
+    Args:
+        settings_of: What the steps of a configuration read.
+        batches: The training prompts.
+        begins: Whether the run has the model's own weights, rather than those of a checkpoint.
+        is_asked: Whether the command asks for the look itself.
+
+    Raises SkyrlTrainError where every sample fails, with the reasons.
+    """
+    if not is_asked:
+        if not begins or config.trainer.look == "off":
+            return
+        expected = expected_step_seconds(config, plan) if config.trainer.look == "auto" else None
+        if config.trainer.look == "auto" and (expected is None or expected.step_s <= LONG_STEP_S):
+            return
+    prompts = batches(0)[:NUM_PROMPTS]
+    reason = why_skipped(config, prompts) if begins else "the run begins at a checkpoint"
+    if reason:
+        console.note(f"first look: skipped, since {reason}")
+        return
+    import torch
+
+    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.runs.look_report import look_lines, look_warnings
+
+    tokenizer, small = cast("Tokenizer", load_tokenizer(config.model)), _shortened(config)
+    began = time.monotonic()
+    with console.phase("look"), torch.random.fork_rng(devices=[]):
+        seen = _look(config, small, settings_of(small), plan, prompts, host, learners, tokenizer)
+    length, of_run = (each.generator.sampling.max_generate_length for each in (small, config))
+    cut = "" if length == of_run else f" of at most {length} new tokens in place of {of_run}"
+    title = f"first look: {NUM_PROMPTS} prompts x {NUM_SAMPLES} samples{cut}, {duration(time.monotonic() - began)}"
+    console.header(title, list(look_lines(seen, plan)))
+    for line in look_warnings(seen, config, plan, tokenizer):
+        console.warn(f"first look: {line}")
+
+
+def why_skipped(config: Config, prompts: Sequence[Prompt]) -> str:
+    """Why nothing is looked at; empty where it can be."""
+    if config.generator.backend == "replay":
+        return "rollouts are recorded"
+    if config.placement.backend == "ray" or config.generator.has_own_devices:
+        return "engine and models are not both in this process"
+    if config.trainer.max_staleness:
+        return "rollouts are made while the policy updates (trainer.max_staleness)"
+    if config.generator.agent_loop != "multi_turn":
+        return "trajectories are made by generator.agent_loop, which may do anything"
+    if config.trainer.look != "full" and _asks_server(config, prompts):
+        return "a reward, a tool or the environment asks a server, which may cost: trainer.look=full asks it"
+    return ""
+
+
+def _asks_server(config: Config, prompts: Sequence[Prompt]) -> bool:
+    """Whether a reward, a tool or an environment asks a server, as far as names and arguments say."""
+    environment = config.environment
+    parts = [environment.env_class, environment.reward, environment.rewards, environment.tools, config.data.mix]
+    said = json.dumps([*parts, *(prompt.env_class for prompt in prompts)], default=str)
+    return re.search(r'"(judge|search|searchcode)"|[a-z_]*url": "|://', said) is not None
+
+
+def _shortened(config: Config) -> Config:
+    """The configuration of a run of the look's size: other seeds, one optimizer step, failures that end nothing."""
+    trainer = replace(
+        config.trainer,
+        train_batch_size=NUM_PROMPTS,
+        policy_mini_batch_size=NUM_PROMPTS,
+        critic_mini_batch_size=NUM_PROMPTS,
+        docs_per_step=0,
+        algorithm=replace(config.trainer.algorithm, critic_warmup_steps=0, filters=FilterConfig()),
+    )
+    environment = replace(config.environment, max_failed_fraction=1.0, num_workers=2)
+    generator = replace(config.generator, n_samples_per_prompt=NUM_SAMPLES)
+    seed = derive_seed(config.seed, "look")
+    small = replace(config, seed=seed, trainer=trainer, environment=environment, generator=generator)
+    expected = expected_step_seconds(small, _plan(small))
+    if expected is None or expected.generate_s <= _GENERATE_S:
+        return small
+    longest = config.generator.sampling.max_generate_length * _GENERATE_S / expected.generate_s
+    sampling = replace(config.generator.sampling, max_generate_length=max(8, int(longest)))
+    return replace(small, generator=replace(generator, sampling=sampling))
+
+
+def _plan(small: Config) -> BatchPlan:
+    return make_batch_plan(small.trainer, small.generator, sizes_of(small), num_train_prompts=NUM_PROMPTS)
+
+
+class _Engine:
+    """The run's engine, or in its place turns that are given."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self.given: Mapping[tuple[int, int], _Turns] = {}
+        """By prompt and sample; where there are any, nothing is sampled."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the run's first weights."""
+        return self._engine.weight_version
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Announce a trajectory."""
+        return self._engine.lease()
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Raises EngineError, DeadlineError."""
+        if not self.given:
+            return await self._engine.generate(request)
+        prompt, sample, turn = map(int, request.request_id.rsplit("-", 3)[1:])
+        turns = self.given[prompt, sample]
+        tokens = turns[min(turn, len(turns) - 1)][: request.sampling.max_generate_length]
+        stop, version = StopReason.STOP, self.weight_version
+        return GenerationOutput(
+            token_ids=tokens, logprobs=(0.0,) * len(tokens), stop_reason=stop, weight_version=version
+        )
+
+    def close(self) -> None:
+        """Nothing: the engine is the run's."""
+
+
+class _Undone:
+    """A learner whose steps move nothing."""
+
+    def __init__(self, learner: Any) -> None:
+        self._engine = learner.engine
+        passes = ("forward", "forward_backward", "forward_with_entropy", "forward_sum_pi_squared")
+        vars(self).update({name: getattr(learner, name) for name in passes if hasattr(learner, name)})
+
+    def optim_step(self) -> StepMetrics:
+        """Drop the gradient."""
+        self._engine.zero_grad()
+        return {}
+
+
+def _look(
+    config: Config,
+    small: Config,
+    settings: PPOSettings,
+    plan: BatchPlan,
+    prompts: Sequence[Prompt],
+    host: Host,
+    learners: Learners,
+    tokenizer: Tokenizer,
+) -> Seen:
+    """Raises SkyrlTrainError where every sample fails."""
+    from skyrl_train.rollout.checked_engine import check_failures
+    from skyrl_train.rollout.reward_functions import forget_rewards
+    from skyrl_train.runs.look_report import Seen
+    from skyrl_train.trainers import steps
+
+    assert host.engines is not None, "whatever is no recording is an engine"
+    steps.sync(learners.policy, host.engines.transport, version=0)
+    engine = _Engine(host.engines.engine)
+    with ExitStack() as stack:
+        generator = rollout_generator(small, engine, host)
+        stack.callback(generator.close)
+        began = time.monotonic()
+        generated = steps.generate(generator, lambda _: prompts, settings, step=1, position=0)
+        generate_s = time.monotonic() - began
+        made = generated.everything.trajectories
+        if all(each.failed for each in made):
+            check_failures(made, len(made), limit=0.0)
+        engine.given = _other_answers(generated.everything, tokenizer)
+        num_others = len(engine.given) // len(prompts)
+        others = generator.generate(
+            prompts, n_samples_per_prompt=num_others, sampling=settings.sampling, global_step=1, purpose="look"
+        )
+        generator.take_metrics()
+    if not any(entry.in_trainer for entry in reward_entries(config.environment)):
+        forget_rewards()  # so that an object that counts its calls begins anew
+    is_profiled = 1 in config.trainer.profile_steps  # and would be of this update
+    is_measured = not (config.platform.on_gpu or is_profiled or any(each.failed for each in made))
+    learn_s, grown = _update(generated, settings, learners) if is_measured else (0.0, 0)
+    of_step = _step_seconds(config, plan, small, generated.everything, generate_s, learn_s)
+    return Seen(
+        rollouts=generated.everything,
+        others=others,
+        generate_s=of_step[0],
+        learn_s=of_step[1],
+        is_measured=is_measured,
+        peak_bytes=_peak_bytes(),
+        step_bytes=_step_bytes(config, learners, generated.everything, grown) if is_measured else 0,
+    )
+
+
+def _other_answers(rollouts: RolloutBatch, tokenizer: Tokenizer) -> dict[tuple[int, int], _Turns]:
+    """Return the turns of other answers to each prompt, as many for each: one of its own again, another prompt's, an empty
+    one, and what its row calls the answer, in several forms."""
+    from skyrl_train.rollout.scoring import row_columns
+    from skyrl_train.trainers.evaluate import groups_of
+
+    def tokens(text: str) -> tuple[int, ...]:
+        return (*tokenizer(text, add_special_tokens=False)["input_ids"], *end)
+
+    end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    empty = (end or tokens("\n"),)
+    played = [
+        next((tuple(map(_response, each.turns)) for each in group if not each.failed), empty)
+        for _, group in groups_of(rollouts)
+    ]
+    found: dict[tuple[int, int], _Turns] = {}
+    for index, prompt in enumerate(rollouts.prompts):
+        answer = row_columns(prompt).get("answer")
+        forms = [(tokens(form.format(answer)),) for form in _FORMS if isinstance(answer, (str, int, float))]
+        answers = [played[index], played[(index + 1) % len(played)], empty, *(forms or [empty] * len(_FORMS))]
+        found |= {(index, sample): turns for sample, turns in enumerate(answers)}
+    return found
+
+
+def _response(turn: Turn) -> tuple[int, ...]:
+    return tuple(turn.response_token_ids.tolist())
+
+
+def _update(generated: Generated, settings: PPOSettings, learners: Learners) -> tuple[float, int]:
+    """Score and update once, and drop the gradient; return the seconds, and by how many bytes the process grew."""
+    from skyrl_train.trainers import steps
+
+    trainer, began, before = settings.trainer, time.monotonic(), _peak_bytes()
+    critic = None if learners.critic is None else cast("Learner", _Undone(learners.critic))
+    undone = replace(learners, policy=cast("Learner", _Undone(learners.policy)), critic=critic)
+    try:
+        batch = steps.assemble(generated.rollouts, settings.assembly, step=1, weight_version=0)
+        entropies = settings.scores_entropies
+        batch = steps.score(batch, learners, trainer, rollouts=generated.rollouts, with_entropies=entropies)
+        batch = steps.estimate(batch, trainer.algorithm, kl_coef=trainer.algorithm.kl_reward_coef, seed=settings.seed)
+        batch = batch.without_columns("entropies")
+        steps.update(batch, undone, trainer, on_progress=lambda *_: None)
+    finally:
+        undone.policy.optim_step()  # where the update broke off
+        if critic is not None:
+            critic.optim_step()
+    return time.monotonic() - began, _peak_bytes() - before
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _step_seconds(
+    config: Config, plan: BatchPlan, small: Config, rollouts: RolloutBatch, generate_s: float, learn_s: float
+) -> tuple[float, float]:
+    """Seconds of a step's rollouts, and of the rest: those of the look, times what the plan expects a step to be longer."""
+    lengths = recorded_lengths([rollouts], step_wise=config.generator.is_step_wise, source="the first look")
+    of_step = expected_step_seconds(config, plan, lengths=lengths)
+    of_look = expected_step_seconds(small, _plan(small), lengths=lengths)
+    if of_step is None or of_look is None:
+        more = plan.num_samples_per_batch / len(rollouts.trajectories)
+        return generate_s * more, learn_s * more
+    expected_s = of_step.score_s + of_step.update_s
+    more = expected_s / (of_look.score_s + of_look.update_s)
+    return generate_s * of_step.generate_s / of_look.generate_s, learn_s * more or expected_s
+
+
+def _step_bytes(config: Config, learners: Learners, rollouts: RolloutBatch, grown: int) -> int:
+    """What the process has had, the averages of Adam, and what micro-batches of the run's size take more than the look's."""
+    trainer = config.trainer
+    trained = sum(each.numel() for each in cast("Any", learners.policy).engine.parameters.values())
+    samples, tokens = len(rollouts.trajectories), sum(len(each.contexts()[-1]) for each in rollouts.trajectories)
+    most = trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt * tokens // samples
+    micro_batch = trainer.max_tokens_per_microbatch
+    if trainer.micro_batching == "fixed":
+        micro_batch = trainer.micro_train_batch_size_per_gpu * tokens // samples
+    more = max(0, min(micro_batch, most) - tokens) / tokens
+    averages = 0 if trainer.policy.optimizer.name == "sgd" else _ADAM_BYTES * trained
+    return _peak_bytes() + averages + int(max(0, grown - _GRADIENT_BYTES * trained) * more)
