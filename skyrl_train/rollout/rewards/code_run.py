@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_train.sandbox import START_WITHIN_S, Level, Limits, made
+from skyrl_train.sandbox import START_WITHIN_S, Level, Limits, made, readable
 
 _STARTED = b"started\n"
 
@@ -35,12 +34,10 @@ def run_tests(code: str, tests: Sequence[str], *, timeout_s: float, memory_mb: i
     Raises OSError, SandboxUnavailable among them, where a sandbox cannot be started, which says nothing about the code.
     """
     clean = [text.encode("utf-8", "replace").decode() for text in (code, *tests)]
-    reading, writing = os.pipe()
-    ours, theirs = socket.socketpair()
-    with (
-        made(sandbox, Limits(timeout_s=timeout_s, memory_mb=memory_mb)) as box,
-        open(reading, "rb", buffering=0) as pipe,
-    ):
+    with made(sandbox, Limits(timeout_s=timeout_s, memory_mb=memory_mb)) as box:
+        reading, writing = os.pipe()
+        pipe = box.opened(reading)
+        ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
                 box.start("program", {"code": clean[0], "link": theirs.fileno()}, fds=[theirs.fileno()])
@@ -48,10 +45,9 @@ def run_tests(code: str, tests: Sequence[str], *, timeout_s: float, memory_mb: i
                 box.start("tests", given, fds=[ours.fileno(), writing])
             finally:
                 os.close(writing)
-        started = _read(pipe.fileno(), len(_STARTED), START_WITHIN_S)
-        if started != _STARTED:
-            raise OSError(f"the processes of the code and of its tests did not start within {START_WITHIN_S:g} s")
-        said = _read(pipe.fileno(), None, timeout_s)
+        if _read(pipe, len(_STARTED), START_WITHIN_S) != _STARTED:
+            raise OSError(f"the code and its tests did not start, or not within {START_WITHIN_S:g} s")
+        said = _read(pipe, None, timeout_s)
     if said is None or not said.endswith(b"\n"):
         return Verdict()
     passed, undecided = json.loads(said)
@@ -64,7 +60,7 @@ def _read(pipe: int, size: int | None, within_s: float) -> bytes | None:
     """Return so many bytes, or all to the end; None where they do not come in time."""
     data, ends = b"", time.monotonic() + within_s
     while size is None or len(data) < size:
-        if not select.select([pipe], [], [], max(0.0, ends - time.monotonic()))[0]:
+        if not readable([pipe], ends - time.monotonic()):
             return None
         more = os.read(pipe, 1 << 16 if size is None else size - len(data))
         if not more:

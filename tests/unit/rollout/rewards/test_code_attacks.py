@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train import sandbox
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.rollout.envs.model_code import sandbox_lines
 from skyrl_train.rollout.rewards.code_run import Verdict, run_tests
 
 IMPOSSIBLE = (
@@ -126,7 +128,7 @@ CONNECTIONS = {
     "a socket without a file": "socket.socket(socket.AF_UNIX).connect(b'\\0' + {abstract!r}.encode())",
 }
 QUICK = {"deletes a checkpoint", "the mark in the caller's constants", "equal to everything"}
-LEVELS = [pytest.param("required"), pytest.param("best-without-namespaces", marks=pytest.mark.slow)]
+LEVELS = [pytest.param("required"), pytest.param("best-without-namespaces", marks=pytest.mark.nightly)]
 
 
 def cases(table: dict[str, str]) -> list[object]:
@@ -249,6 +251,21 @@ def test_no_program_reaches_a_socket(name: str, code: str, level: sandbox.Level,
         filled = code.format(port=tcp.getsockname()[1], socket=place, abstract=abstract)
         code = f"import socket\ndef f(x):\n  try: return {filled} is not False\n  except OSError: return 'refused'"
         assert run(code, ("assert f(1) == 'refused'",), level) == Verdict(passed=1)
+
+
+def test_the_header_says_what_a_sandbox_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines(level: sandbox.Level) -> list[str]:
+        return sandbox_lines(EnvironmentConfig(env_class="single_turn", reward="code", sandbox=level))
+
+    monkeypatch.setattr(sandbox, "programs", list)
+    sandbox._way.cache_clear()
+    assert lines("required") == ["required: namespaces"]
+    (off,), (best,) = lines("off"), lines("best")
+    assert off.startswith("off, which lacks here: isolation: a program reads and writes this user's files")
+    assert best.startswith("best, which lacks here: ")
+    assert best.endswith("(bubblewrap is not installed)") or "Landlock" in best
+    assert sandbox_lines(EnvironmentConfig(env_class="word_problems", sandbox="off")) == []
+    sandbox._way.cache_clear()
 
 
 REFUSING = """
