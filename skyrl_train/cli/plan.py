@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             environment=config.environment,
             mix=() if refused else datasets,
         )
-        notes = [note] if note else []
+        notes = [" ".join(line.split()) for line in config.derived if line.startswith("sizes")]
+        notes += [note] if note else []
         progress = Progress()
         placement, memory, asked_for_memory = None, None, config.plan.device_memory_gb > 0
         try:

@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, Node, OmegaConf
 
+from skyrl_train.cli.derived import derivation, derived
 from skyrl_train.config.agents import AGENT, REPORTED
 from skyrl_train.config.data import is_own_data
 from skyrl_train.config.fields import defaults, walk
@@ -69,6 +70,8 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("per_platform", _per_platform, replace=True)
     OmegaConf.register_new_resolver("default_environment", _default_environment, replace=True)
     OmegaConf.register_new_resolver("if_file", _if_file, replace=True)
+    OmegaConf.register_new_resolver("derived", derived, replace=True)
+    OmegaConf.register_new_resolver("derivation", derivation, replace=True)
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
     OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)

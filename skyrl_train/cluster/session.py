@@ -177,6 +177,8 @@ class RaySession:
                 "PYTHONPATH": path,
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
+                # idle threads leave cores to other ranks
+                **({"OMP_WAIT_POLICY": "PASSIVE"} if num_threads > 1 else {}),
                 "TOKENIZERS_PARALLELISM": "false",
                 **forwarded_environment(secret=False),
                 **variables,

@@ -32,7 +32,8 @@ class PlatformConfig:
     device: str = "cpu"
     """torch device of the inline learner and of `generator=hf`, e.g. `cpu` or `cuda:0`."""
     num_threads: PositiveCount = 1
-    """torch threads per process. One is fastest on small shared machines: idle threads spin on busy cores."""
+    """torch threads per process. Unless stated on a CPU: one for a model of less than 20 million parameters, which idle
+    threads slow down, and for others all cores, divided among the ranks or engines that compute at once."""
 
     @property
     def on_gpu(self) -> bool:

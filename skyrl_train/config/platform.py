@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,18 @@ def detect_platform(environ: Mapping[str, str] = os.environ, root: Path = Path("
     if (root / "proc/driver/nvidia/version").exists():
         return DetectedPlatform(name="cpu", reason="an NVIDIA driver is loaded, but /dev has no NVIDIA device")
     return DetectedPlatform(name="cpu", reason="no CUDA device found (no /dev/nvidia0)")
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may use: those it is bound to, as far as its control group's quota goes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    v1 = root / "sys/fs/cgroup/cpu"
+    for files in ([root / "sys/fs/cgroup/cpu.max"], [v1 / "cpu.cfs_quota_us", v1 / "cpu.cfs_period_us"]):
+        with suppress(OSError, ValueError):  # `max`, -1 or no file: no quota
+            quota, period = (int(word) for file in files for word in file.read_text(encoding="ascii").split())
+            if quota > 0 and period > 0:
+                cores = min(cores, max(1, quota // period))
+    return cores
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,7 @@ def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str)
         *([f"            {source}"] if (source := source_line(config.model)) else []),
         f"data        {', '.join(data)}",
         *own,
+        *config.derived,
         *([] if promise == "identical" else [f"resume      {promise}"]),
         f"output      {config.output_dir}",
     ]
@@ -292,6 +293,8 @@ def limit_threads(config: RunConfig) -> None:
     """Settles the threads of libraries that are imported later. Idle OpenMP threads spin on busy cores and make all of it
     several times slower."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
+    if config.platform.num_threads > 1:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -46,6 +46,8 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.files import sync_folder
 from skyrl_train.telemetry.redaction import redact_text
 
+STATE_FILE = "trainer_state.json"
+"""In a checkpoint: what it knows beside the models (`trainers/state.py`)."""
 _GIT_TIMEOUT_S = 5.0
 
 

@@ -29,6 +29,7 @@ from skyrl_train.installed import DISTRIBUTION
 from skyrl_train.rollout.admission import Settled
 from skyrl_train.telemetry.files import finite_number, read_json, whole_number, write_json
 from skyrl_train.telemetry.json_text import shown
+from skyrl_train.telemetry.run_folder import STATE_FILE as STATE_FILE
 from skyrl_train.types import Prompt
 from skyrl_train.user_code import code_digests
 
@@ -38,7 +39,6 @@ total/{prompts,trajectories,failed_trajectories,examples,optimizer_steps} | coun
 total/tokens | tokens | Tokens of all rows since the run's first step. | | TRL `num_tokens`
 """
 
-STATE_FILE = "trainer_state.json"
 FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIBRARIES = ("skyrl_train", "torch", "transformers", "numpy")

@@ -71,9 +71,16 @@ def package(file: Path) -> str:
     return "" if name == "_global_" else f"{name}."
 
 
-def test_cpu_without_choices_is_the_schema_but_for_the_tracker_and_the_folder() -> None:
-    config = load_node(composed("platform=cpu", "tracker=[]", "output_dir=outputs"), Config)
+def test_cpu_without_choices_is_the_schema_but_for_layout_rate_tracker_and_folder() -> None:
+    settings = ["tracker=[]", "output_dir=outputs", "derived=[]", "trainer.layout=padded"]
+    config = load_node(composed("platform=cpu", "trainer.policy.optimizer.lr=1e-6", *settings), Config)
     assert config == Config()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_the_layout_is_predicted_on_every_platform(platform: str) -> None:
+    assert composed(f"platform={platform}").trainer.layout == "auto"
+    assert composed(f"sft_platform={platform}", root="sft").trainer.layout == "auto"
 
 
 def test_everything_in_the_schema_can_be_set_without_a_plus_sign() -> None:

@@ -38,8 +38,9 @@ def leaves(node: Any, prefix: str) -> list[str]:
     return [leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}{key}.") if key != "defaults"]
 
 
-def test_without_choices_it_is_the_schema_but_for_data_tracker_and_folder() -> None:
-    config = sft("sft_platform=cpu", "tracker=[]", "output_dir=outputs")
+def test_without_choices_it_is_the_schema_but_for_data_layout_rate_tracker_and_folder() -> None:
+    settings = ["trainer.layout=padded", "trainer.optimizer.lr=1e-5"]
+    config = sft("sft_platform=cpu", "tracker=[]", "output_dir=outputs", *settings)
     default = SFTConfig()
     assert (config.trainer, config.model, config.platform) == (default.trainer, default.model, default.platform)
     assert (config.placement, config.strategy, config.tracker) == (default.placement, default.strategy, default.tracker)
