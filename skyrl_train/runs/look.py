@@ -47,6 +47,8 @@ _Turns = tuple[tuple[int, ...], ...]
 _ADAM_BYTES = 8
 """Of a trained parameter's two averages, which the first step allocates."""
 _GRADIENT_BYTES = 4
+_ALL_BUT_ALL = 0.99
+"""Share of failed samples that is allowed at most: of samples that all failed there is nothing to see."""
 
 _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """How a row's own answer is written, to see whether a reward reads it."""
@@ -225,7 +227,7 @@ def _look(
         generate_s = time.monotonic() - began
         made = generated.everything.trajectories
         if all(each.failed for each in made):
-            check_failures(made, len(made), limit=0.0)
+            check_failures(made, len(made), limit=min(config.environment.max_failed_fraction, _ALL_BUT_ALL))
         engine.given = _other_answers(generated.everything, tokenizer)
         num_others = len(engine.given) // len(prompts)
         others = generator.generate(

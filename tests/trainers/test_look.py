@@ -120,7 +120,10 @@ def test_rewards_are_tried_with_texts_that_were_not_sampled(
 
 
 def test_a_reward_that_always_raises_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
-    with pytest.raises(SkyrlTrainError, match=r"8 of 8 trajectories failed(.|\n)*KeyError: 'no answer among"):
+    with pytest.raises(
+        SkyrlTrainError,
+        match=r"8 of 8 trajectories failed, more than environment.max_failed_fraction=0.5:(.|\n)*KeyError: 'no answer among",
+    ):
         train(config_of(tmp_path, "broken", look="full"))
     assert not (tmp_path / "metrics.jsonl").exists()
 
