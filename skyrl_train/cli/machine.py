@@ -111,7 +111,7 @@ def _model_problem(path: str) -> tuple[str, str] | None:
         return ("must be a folder in Hugging Face format", "there is no config.json in it") if missing else None
     if folder.is_file():
         return "must be a folder or a GGUF file", f"try {folder.parent}"
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or folder.suffix == ".gguf":
         return "must be an existing folder, a GGUF file, a hub name or builtin:NAME", near_path(path)
     if not is_reachable() and not is_cached(path, dataset=False):
         return (

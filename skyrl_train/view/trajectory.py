@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train import assets
+from skyrl_train.telemetry.files import cache_folder
 from skyrl_train.view.sources import Run
 
 Json = dict[str, Any]
@@ -176,6 +177,8 @@ def find_decoder(run: Run, config: Mapping[str, Any]) -> Decode | None:
     is asked."""
     names = [config.get("model.tokenizer_path"), config.get("model.path")]
     folders = [path for name in names if isinstance(name, str) and name for path in _places(name)]
+    if (digest := str(config.get("model.revision"))).startswith("sha256:"):  # of a GGUF, which was converted
+        folders += cache_folder("models").glob(f"*-{digest[7:23]}")
     folders += [run.folder.export, *sorted(run.root.glob("checkpoints/*/"))]
     for path in [folder if folder.suffix == ".json" else folder / "tokenizer.json" for folder in folders]:
         if path.is_file():

@@ -251,6 +251,13 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert line == "model.path: must be a folder in Hugging Face format; got './empty'. There is no config.json in it"
     (line,) = problems(capsys, "model.path=./emtpy")
     assert line.endswith("did you mean 'empty'?")
+    (tmp_path / "tiny.gguf").touch()
+    (line,) = problems(capsys, "model.path=tinny.gguf")
+    assert line.startswith("model.path: must be an existing folder, a GGUF file, a hub name or builtin:NAME")
+    (line,) = problems(capsys, "model.path=pypi:SmolLM2-135M")
+    assert line.startswith(
+        "model.path: must be a model that can be read; got 'pypi:SmolLM2-135M'. Must be one of pypi:Smol"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.errors import ModelError
+from skyrl_train.errors import DeadlineError, ModelError
 from skyrl_train.memory.model_sizes import model_sizes
 from skyrl_train.model import gguf
 from skyrl_train.model.gguf import Wheel, check_gguf, gguf_file, gguf_folder, pinned, source_line
@@ -180,6 +181,31 @@ def _as_the_child(command: list[str], what: str, lock: int) -> str:
     return str(end.value)
 
 
+def test_every_wait_has_a_deadline_with_a_name(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "_TIMEOUT_S", 0.01)
+    with pytest.raises(DeadlineError, match=r"the conversion of .*tiny.gguf did not answer within 0.01 s"):
+        gguf_folder(str(file))
+    assert left(cache) == []
+    (lock,) = cache.glob(".tiny-*.lock")
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineError, match=r"another process that makes .*tiny-\w{16} did not answer"):
+            gguf_folder(str(file))
+
+
+def test_a_conversion_that_is_killed_for_memory_says_so() -> None:
+    problem = gguf._run([sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"], "it", lock=1)
+    assert problem == "its process was ended by SIGKILL. Was there memory for it?"
+
+
+def test_a_cache_that_cannot_be_made_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TRAIN_CACHE", str(file / "beneath a file"))
+    with pytest.raises(
+        ModelError, match=r"cannot be written to: .*Not a directory.* set SKYRL_TRAIN_CACHE to a folder"
+    ):
+        gguf_folder(str(file))
+
+
 @pytest.mark.slow
 def test_two_processes_convert_once_and_one_that_is_killed_leaves_nothing_in_use(file: Path, cache: Path) -> None:
     """The real child, which takes what importing torch and transformers takes, four times."""
@@ -199,7 +225,9 @@ def test_two_processes_convert_once_and_one_that_is_killed_leaves_nothing_in_use
     said = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert said[0][0] == said[1][0]
-    assert sum("converting" in errors for _, errors in said) == 1
+    assert (
+        sum("converting" in errors for _, errors in said) <= 1
+    )  # 0 where the first one's child was quicker than its end
     assert left(cache) == [Path(said[0][0].strip()).name]
 
 
