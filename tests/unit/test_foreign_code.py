@@ -66,7 +66,6 @@ EXCEPTIONS: Exceptions = {
     ("scripts/preset_layouts.py", "dist.all_gather_object"): _RANKS,
     ("scripts/bench/long_rows.py", "torch.load"): "of what the script's own processes wrote a moment ago",
     ("scripts/bench/update_ranks.py", "torch.load"): "of what the script's own processes wrote a moment ago",
-    ("scripts/bench/update.py", "torch.load"): "of what the script's own processes wrote a moment ago",
 }
 
 
