@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 from skyrl_train.config.data import EnvironmentConfig
@@ -39,6 +41,8 @@ def sandbox_lines(environment: EnvironmentConfig) -> list[str]:
     """Return what the model's code is kept in and what that lacks on this machine, where some is run."""
     if not runs_model_code(environment):
         return []
+    if part_name(environment.env_class or "").partition("(")[0] == "lcb":
+        return [f"{environment.sandbox}, but none for lcb, which {_OF_LCB}"]
     lacks = "" if environment.sandbox == "required" else missing(environment.sandbox)
     return [f"{environment.sandbox}, which lacks here: {lacks}" if lacks else f"{environment.sandbox}: namespaces"]
 
@@ -57,7 +61,26 @@ def in_sandbox(environment: Any, name: str, level: Level) -> Any:
     if name == "text2sql":
         for module, within_s in _QUERIES_WITHIN_S.items():
             importlib.import_module(module).sqlite3 = _Sqlite(level, within_s)  # type: ignore[attr-defined]
+        environment.step = _failing_with_its_sandbox(environment.step)
     return environment
+
+
+_last_refusal: tuple[float, OSError] | None = None
+"""When a sandbox last could not be started for a query here, and why: skyrl-gym turns whatever a query raises into a wrong
+answer, whose reward is 0."""
+
+
+def _failing_with_its_sandbox(step: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `step`, which raises OSError where a sandbox could not be started meanwhile."""
+
+    def checked(action: str) -> Any:
+        began = time.monotonic()
+        answer = step(action)
+        if _last_refusal is not None and _last_refusal[0] >= began:
+            raise _last_refusal[1]
+        return answer
+
+    return checked
 
 
 class _Python:
@@ -104,7 +127,12 @@ class _Connection:
             return
         clean = {"database": self._database, "query": query.encode("utf-8", "replace").decode()}
         limits = Limits(timeout_s=self._within_s, memory_mb=_MEMORY_MB)
-        ran = run("sql", clean, level=self._level, limits=limits, reads=[self._database])
+        try:
+            ran = run("sql", clean, level=self._level, limits=limits, reads=[self._database])
+        except OSError as error:
+            global _last_refusal
+            _last_refusal = (time.monotonic(), error)
+            raise
         if ran.status != 0:
             raise sqlite3.OperationalError("interrupted")
         kind, said = json.loads(ran.output)

@@ -71,9 +71,30 @@ def test_queries_of_text2sql_are_answered_and_write_nothing(tmp_path: Path) -> N
     assert answer["reward"] == 1.0
 
 
+def test_a_query_whose_sandbox_does_not_start_is_a_failure_and_no_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "spider" / "database" / "pets"
+    folder.mkdir(parents=True)
+    (folder / "pets.sqlite").touch()
+    environment = make_environment({"_target_": "text2sql", "db_path": str(tmp_path)}, SQL_ROW)
+
+    def refused(*_: object, **__: object) -> sandbox.Ran:
+        raise OSError("a sandbox did not start, or not within 10 s")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model_code, "run", refused)
+        with pytest.raises(OSError, match="did not start"):
+            environment.step("<think>x</think><solution>select name from pets</solution>")
+    environment = make_environment({"_target_": "text2sql", "db_path": str(tmp_path)}, SQL_ROW)
+    assert environment.step("<think>x</think><solution>select nothing</solution>")["done"]
+
+
 def test_lcb_is_refused_where_a_sandbox_is_required() -> None:
     with pytest.raises(sandbox.SandboxUnavailable, match="interpreter"):
         make_environment("lcb", {"reward_spec": {"ground_truth": "[]"}})
     (violation,) = model_code.violations(EnvironmentConfig(env_class="lcb"))
     assert "environment.reward=code" in violation.remedy
     assert model_code.violations(EnvironmentConfig(env_class="lcb", sandbox="off")) == []
+    (line,) = model_code.sandbox_lines(EnvironmentConfig(env_class="lcb", sandbox="best"))
+    assert line.startswith("best, but none for lcb")
