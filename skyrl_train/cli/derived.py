@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_train.batch.cost import ModelShape
@@ -60,8 +60,13 @@ def derived(base: Any = None, *, _node_: Node, _root_: DictConfig) -> Any:
     return found[name]
 
 
-def derivation(*, _root_: DictConfig) -> list[str]:
-    """`${derivation:}`: lines that say what was derived in a configuration, and why."""
+def derivation(*, _root_: DictConfig) -> ListConfig:
+    """`${derivation:}`: lines that say what was derived in a configuration, and why. As a node: `--resolve` cannot put a
+    plain list in the place of an interpolation."""
+    return ListConfig(_derivation(_root_))
+
+
+def _derivation(_root_: DictConfig) -> list[str]:
     with _deriving():
         stated, situation, record = _stated(_root_), _situation(_root_), _recorded(_root_)
         if record and _selected(_root_, "trainer.resume_mode") != "latest":

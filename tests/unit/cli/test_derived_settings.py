@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from skyrl_train.cli import derived as resolver
 from skyrl_train.cli.composition import load_node
@@ -72,6 +73,12 @@ def test_what_is_stated_wins_and_moves_the_rest(model: str) -> None:
     assert sizes(config) == (6, 3, 3)
     assert (config.trainer.policy.optimizer.lr, config.platform.num_threads) == (1e-4, 1)
     assert not any(word in line for line in config.derived for word in ("prompts x", "lr", "threads"))
+
+
+def test_a_configuration_can_be_resolved_whole_as_resolve_on_the_command_line_does(model: str) -> None:
+    node = composed("platform=cpu", model, "output_dir=outputs")
+    OmegaConf.resolve(node)
+    assert [line.split()[0] for line in node.derived] == ["sizes", "threads"]
 
 
 def test_the_mini_batch_of_a_smaller_batch_divides_it() -> None:
