@@ -209,7 +209,9 @@ def source_of(config: DictConfig, field: str) -> str:
     """Return the setting whose value `field` takes by `${SETTING}`; empty for a value of its own."""
     parent, _, name = field.rpartition(".")
     section = OmegaConf.select(config, parent) if parent else config
-    if not isinstance(section, DictConfig) or not OmegaConf.is_interpolation(section, name):
+    if not isinstance(section, DictConfig) or name not in section.keys():  # noqa: SIM118  `in` would resolve it
+        return ""
+    if not OmegaConf.is_interpolation(section, name):
         return ""
     text = str(OmegaConf.to_container(section, resolve=False)[name])  # type: ignore[index,call-overload]
     return text.removeprefix("${").removesuffix("}")

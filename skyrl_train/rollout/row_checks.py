@@ -26,14 +26,7 @@ from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout.env_boundary import CHECK_ROWS
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import WorkerEnded
-from skyrl_train.rollout.environments import (
-    RowProblems,
-    check_rows,
-    environment_of,
-    is_adapter,
-    row_problems,
-    uses_processes,
-)
+from skyrl_train.rollout.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.scoring import check_reward_columns
 from skyrl_train.threads import in_time
@@ -128,7 +121,7 @@ def _problems(spec: PartSpec, prompts: Sequence[Prompt], environment: Environmen
     name = split_spec(spec)[0]
     if name in _GYM:
         return _gym_problems(name, prompts)
-    if name in ENVIRONMENTS or is_adapter(spec) or not uses_processes(environment):
+    if name in ENVIRONMENTS or name == "reasoning_gym" or not uses_processes(environment):  # whose check imports nothing
         return _in_chunks(prompts, lambda rows: row_problems(spec, rows))
     if ":" not in name:  # another one of skyrl-gym's registry
         return ()

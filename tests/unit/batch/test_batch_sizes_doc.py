@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from skyrl_train.config.fields import walk
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.plan.dry_run import plan_batches
 from tests.support.batch_builders import make_config
@@ -77,8 +79,6 @@ def test_the_worked_example_in_the_text_is_the_first_row() -> None:
 
 
 def test_settings_named_in_the_document_exist() -> None:
-    config = Config()
-    for path in set(re.findall(r"`((?:trainer|generator|placement|critic|model)\.[a-z_.]+)", DOCUMENT)):
-        value: object = config
-        for name in path.rstrip(".").split("."):
-            value = getattr(value, name)
+    known = {field.path for schema in (Config, SFTConfig) for field in walk(schema)}
+    named = re.findall(r"`((?:trainer|generator|placement|critic|model)\.[a-z_.]+)", DOCUMENT)
+    assert {path.rstrip(".") for path in named} <= known

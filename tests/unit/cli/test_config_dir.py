@@ -67,7 +67,7 @@ def test_their_arguments_are_checked_beside_all_else(
 def test_a_plan_takes_them_too(own: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config-dir", own("times"), "+experiment=mine", "platform=cpu", "plan.rates=none"]
     assert plan.main(arguments) == 0
-    assert "policy     step        0  1.25e-07" in capsys.readouterr().out
+    assert "policy     step        0  6.25e-06" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_is_told_beside_all_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_names_types_rules_and_files_are_shown_together(capsys: pytest.CaptureFi
 def test_a_mistake_is_told_once_and_not_of_what_follows_the_setting(
     value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (line,) = problems(capsys, f"generator.sampling.max_generate_length={value}")
+    (line,) = problems(capsys, f"generator.sampling.max_generate_length={value}", "generator.max_context_length=512")
     assert line.startswith("generator.sampling.max_generate_length: must ")
 
 
@@ -116,7 +116,8 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         "trainer.docs_per_step: must be 0 with trainer.micro_batching=auto: it closes steps at micro-batches, so that "
         "another device would take other steps; got 8. Set trainer.docs_per_step=0, or trainer.micro_batching=token_budget",
     ]
-    lines = problems(capsys, "trainer.train_batch_size=30", "trainer.policy.optimizer.lr=0")
+    stated = ["trainer.train_batch_size=30", "trainer.policy_mini_batch_size=16"]
+    lines = problems(capsys, *stated, "trainer.policy.optimizer.lr=0")
     assert [line.partition(":")[0] for line in lines] == [
         "trainer.policy.optimizer.lr",
         "trainer.policy_mini_batch_size",
@@ -349,7 +350,8 @@ def test_missing_gsm8k_files_name_the_script_that_makes_them(capsys: pytest.Capt
 
 
 def test_each_value_of_a_sweep_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = problems(capsys, "-m", "seed=1,two,3", "trainer.policy_mini_batch_size=16,15", "algorithm=grpo,dapoo")
+    stated = "trainer.train_batch_size=32"
+    lines = problems(capsys, "-m", "seed=1,two,3", stated, "trainer.policy_mini_batch_size=16,15", "algorithm=grpo,dapoo")
     fields = [line.partition(":")[0] for line in lines]
     micro = "trainer.micro_train_batch_size_per_gpu"
     assert fields == ["algorithm", "seed", "trainer.policy_mini_batch_size", micro]

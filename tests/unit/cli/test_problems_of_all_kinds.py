@@ -21,7 +21,7 @@ def told(capsys: pytest.CaptureFixture[str], root: str, *arguments: str) -> dict
     [
         (
             "config",
-            ["trainer.train_batch_size=30", "trainer.policy.optimizer.lr=0"],
+            ["trainer.train_batch_size=30", "trainer.policy_mini_batch_size=16", "trainer.policy.optimizer.lr=0"],
             ["trainer.policy.optimizer.lr", "trainer.policy_mini_batch_size"],
         ),
         (
@@ -55,7 +55,12 @@ def told(capsys: pytest.CaptureFixture[str], root: str, *arguments: str) -> dict
         ),
         (
             "config",
-            ["environment.env_class.k=3", "trainer.layout=packd", "data.max_prompt_length=4096"],
+            [
+                "environment.env_class.k=3",
+                "trainer.layout=packd",
+                "data.max_prompt_length=4096",
+                "generator.max_context_length=512",
+            ],
             ["environment.env_class.k", "trainer.layout", "data.max_prompt_length"],
         ),
         (

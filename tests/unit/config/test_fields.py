@@ -40,7 +40,7 @@ class Outer:
         ("critic.lr", "critic.optimizer.lr"),
         ("trainr.total_steps", "trainer.total_steps"),
         ("modle", "model"),
-        ("trainer.foo", None),
+        ("trainer.xyzzy", None),
         ("zzz", None),
     ],
 )

@@ -177,8 +177,8 @@ def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
 def test_ranks_that_share_a_row_hold_their_positions_of_it_and_what_they_exchange(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     alone = predicted(folder)
-    shared = replace(alone, share=replace(alone.share, sequence=4), _probers=[])
-    short = replace(alone, longest=LONGEST // 4, _probers=[])
+    shared = replace(alone, share=replace(alone.share, sequence=4), _probers={})
+    short = replace(alone, longest=LONGEST // 4, _probers={})
     # A row of 24 tokens over four ranks takes what one of 6 takes, and the heads that are on their way.
     sizes = alone.sizes
     features = sizes.num_heads + 2 * math.lcm(sizes.num_kv_heads, 4)

@@ -105,8 +105,9 @@ def test_the_class_of_the_guide_is_what_it_says() -> None:
 
 def test_settings_commands_and_tables_of_the_guide_are_the_adapters() -> None:
     specs = [
-        yaml.safe_load(block)["environment"]["env_class"]
+        settings["environment"]["env_class"]
         for block in re.findall(r"^```yaml\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)
+        if "environment" in (settings := yaml.safe_load(block))
     ]
     assert [spec["_target_"] for spec in specs] == ["gymnasium", "verifiers", "openenv"]
     for spec in specs:
