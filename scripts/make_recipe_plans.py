@@ -29,8 +29,6 @@ RECIPES: Mapping[str, Sequence[str]] = {
     "text2sql": (),
     "search_agent": (),
     "rl_after_sft": ("plan.architecture=Qwen2.5-1.5B",),
-    "smollm2": (),
-    "smollm2_steps": (),
     "vlm": ("plan.architecture=Qwen2.5-3B",),
 }
 """By recipe, what its plan is told beside the GPUs: sizes of models whose config is not on this machine."""

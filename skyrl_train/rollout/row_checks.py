@@ -121,7 +121,9 @@ def _problems(spec: PartSpec, prompts: Sequence[Prompt], environment: Environmen
     name = split_spec(spec)[0]
     if name in _GYM:
         return _gym_problems(name, prompts)
-    if name in ENVIRONMENTS or name == "reasoning_gym" or not uses_processes(environment):  # whose check imports nothing
+    if (
+        name in ENVIRONMENTS or name == "reasoning_gym" or not uses_processes(environment)
+    ):  # whose check imports nothing
         return _in_chunks(prompts, lambda rows: row_problems(spec, rows))
     if ":" not in name:  # another one of skyrl-gym's registry
         return ()

@@ -351,7 +351,9 @@ def test_missing_gsm8k_files_name_the_script_that_makes_them(capsys: pytest.Capt
 
 def test_each_value_of_a_sweep_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     stated = "trainer.train_batch_size=32"
-    lines = problems(capsys, "-m", "seed=1,two,3", stated, "trainer.policy_mini_batch_size=16,15", "algorithm=grpo,dapoo")
+    lines = problems(
+        capsys, "-m", "seed=1,two,3", stated, "trainer.policy_mini_batch_size=16,15", "algorithm=grpo,dapoo"
+    )
     fields = [line.partition(":")[0] for line in lines]
     micro = "trainer.micro_train_batch_size_per_gpu"
     assert fields == ["algorithm", "seed", "trainer.policy_mini_batch_size", micro]
