@@ -344,3 +344,14 @@ def build_evaluator(
         env_class=None if own is None else split_spec(own)[0],
         on_rollouts=hand_over,
     )
+
+
+def open_rollout_log(config: Config, folder: RunFolder, stack: ExitStack) -> RolloutLog | None:
+    """Return the log of rollouts, which `stack` closes; None with `trainer.dump_rollouts=false`."""
+    from skyrl_train.trainers.rollout_sink import RolloutLog
+
+    if not config.trainer.dump_rollouts:
+        return None
+    log = RolloutLog(folder.rollouts, config.rollouts)
+    stack.callback(log.close)
+    return log

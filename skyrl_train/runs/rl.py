@@ -27,6 +27,7 @@ from skyrl_train.runs.build import (
     build_learners,
     build_rollouts,
     build_stream,
+    open_rollout_log,
     size_micro_batches,
     with_reward_weights,
 )
@@ -155,7 +156,6 @@ def _train(
     from skyrl_train.telemetry.timeline import draw_timeline
     from skyrl_train.trainers.capsule_writer import CapsuleWriter
     from skyrl_train.trainers.ppo import PPOTrainer, checkpointed_models
-    from skyrl_train.trainers.rollout_sink import RolloutLog
 
     host = build_host(config, stack)
     with console.phase("engine"):
@@ -188,10 +188,7 @@ def _train(
         activity=activity,
         num_restarts=restarts.count,
     )
-    rollout_log = None
-    if config.trainer.dump_rollouts:
-        rollout_log = RolloutLog(folder.rollouts, config.rollouts)
-        stack.callback(rollout_log.close)
+    rollout_log = open_rollout_log(config, folder, stack)
     capsules = CapsuleWriter(
         folder,
         keep=config.trainer.capsules,
