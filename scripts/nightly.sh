@@ -13,7 +13,16 @@
 #                    test_stream_placements                       test_two_engines: one of two dies; test_async_runs
 #                    test_sft, test_sizing_on_ray: half of both   the other strategy, with and without an adapter
 #   tests/trainers   test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
+#                    test_checkpoint_url: each operation          each fourth and ninth; each where two are kept
+#                    test_in_flight_runs: recompute               keep: the same run
+#                    test_recipes: smollm2_steps                  smollm2: the same model
 #   tests/equivalence test_layout_law: 40 draws of each pair      10 draws of each; 25 of all by default
+#                    test_out_of_memory on ranks                  test_expert_parallel: memory that runs out on a rank
+#                    test_preset_layouts                          test_layout_law
+#                    test_meshes, test_sequence_parallel: some    other grids of the same axes
+#   tests/reliability test_suite: kills_sft                       kills_rl, crash_states; tests/trainers kill SFT, too
+#   tests/unit       test_trackers: two of four dead servers      the other two
+#                    test_auto_placement: the plan of 1 GPU       2 GPUs
 # `git grep mark.nightly tests` has the others, each beside the variant that CI runs.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)

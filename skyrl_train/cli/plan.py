@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.plan.rates == NO_TIME
             else lambda platform, dtype: machine_rates(platform, dtype, announce=progress.tell),
             num_eval_prompts=sum(_count_eval_prompts(each, environment) for each, environment in evaluated),
+            announce=progress.tell,
         )
         progress.end()
     except SkyrlTrainError as error:

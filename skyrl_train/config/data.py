@@ -172,6 +172,7 @@ NO_HELD_OUT = (
 _GSM8K = "gsm8k"
 """The folder that scripts/prepare_gsm8k.py writes."""
 _HELD_OUT = {
+    "builtin:sums/train": "builtin:sums/validation",
     "builtin:word_problems/train": "builtin:word_problems/validation",
     "openai/gsm8k/main:train": "openai/gsm8k/main:test",
 }

@@ -19,7 +19,7 @@ OWN_REWARD = "environment"
 """Name of the environment's own reward among those of a trajectory."""
 ONE_SCORE = ({"name": "score", "criterion": "how well the answer does its task"},)
 """The rubric of a judge that states none: its component is called as the judge is."""
-_OF_THE_LIST = ("weight", "normalize")
+_OF_THE_LIST = ("name", "weight", "normalize")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class RewardEntry:
     setting: str
     """`environment.rewards[0]`"""
     name: str
-    """The function's own name, with a number where an earlier entry has the same."""
+    """As the list says it, or the function's own name, with a number where an earlier entry has the same."""
     spec: PartSpec
     """What is called: without what belongs to the list."""
     weight: float | Mapping[str, float]
@@ -88,7 +88,7 @@ def reward_entries(environment: EnvironmentConfig) -> tuple[RewardEntry, ...]:
     names: list[str] = []
     for setting, spec in specs.items():
         target, arguments = split_spec(spec)
-        own = target.rpartition(":")[2].rpartition(".")[2]
+        own = str(arguments.get("name") or target.rpartition(":")[2].rpartition(".")[2])
         names.append(own)
         passed = {key: value for key, value in arguments.items() if key not in _OF_THE_LIST}
         entries.append(

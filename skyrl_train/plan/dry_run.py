@@ -19,14 +19,14 @@ from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config, PlatformConfig, TrainerConfig
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
-from skyrl_train.errors import ConfigError, ModelError, Violation
+from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation
 from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.calibration import machine_rates
 from skyrl_train.plan.device_report import BundleGroup, PlacementReport
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.machine import MachineRates, StepTime, predicted_rates
-from skyrl_train.plan.memory import DeviceMemory, planned_models
+from skyrl_train.plan.memory import DeviceMemory, peak_on_cpu, planned_models
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, sandbox_notes, size_notes
 from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
 from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time, work_of_step
@@ -56,6 +56,7 @@ def make_plan_report(
     rates: Rates | None = None,
     machine: MachineOf | None = None,
     num_eval_prompts: int = 0,
+    announce: Callable[[str], object] = lambda _: None,
 ) -> PlanReport:
     """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
 
@@ -68,6 +69,7 @@ def make_plan_report(
         rates: how fast a rank is, where that is known.
         machine: gives the rates of the machine where it is not; asked where there is a plan.
         num_eval_prompts: held-out prompts of an evaluation.
+        announce: told of what takes seconds.
     """
     found = [*violations]
     known = {(violation.field, violation.rule) for violation in violations}
@@ -100,7 +102,7 @@ def make_plan_report(
             *rate_points("policy", config.trainer.policy.optimizer, plan.schedule_steps),
             *rate_points("critic", config.critic.optimizer, plan.critic_schedule_steps),
         ),
-        storage=tuple(_storage(config, plan, lengths, num_parameters)),
+        storage=(*_storage(config, plan, lengths, num_parameters), *_peak(config, estimates, announce)),
         violations=(),
         notes=(
             *size_notes(config),
@@ -121,6 +123,15 @@ def make_plan_report(
         time=None if rates is None else _time(config, plan, lengths, estimates, rates),
         disk=disk_bytes(plan, lengths, config.trainer, config.rollouts, num_parameters=num_parameters),
     )
+
+
+def _peak(config: Config, estimates: Sequence[PassEstimate], announce: Callable[[str], object]) -> Iterator[Storage]:
+    """What the process of a run on a CPU takes at most, where that can be predicted."""
+    positions = {each.role: each.largest_micro_batch_tokens for each in estimates if each.role != "reference"}
+    with suppress(ModelError, MemoryLimitError):
+        if peak := peak_on_cpu(config, positions, announce):
+            when = f"in a training pass of {max(positions.values()):,} positions, activations and logits included; predicted"
+            yield Storage(what="most of the whole process", kind="kept", num_bytes=peak, when=when)
 
 
 def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameters: int | None) -> Iterator[Storage]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from skyrl_train.memory.probe import Probed
 
+_PROCESS_BYTES = 550_000_000
+"""Of a run's process on a CPU without a model: Python, PyTorch and transformers, measured on Linux."""
 _CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
 
@@ -186,6 +188,34 @@ def plan_memory(
         resident_bytes=sum(at_rest[role] for role in with_engine) if engine else 0,
         effort=effort.line(),
     )
+
+
+def peak_on_cpu(
+    config: Config, positions: Mapping[str, int], announce: Callable[[str], object] = lambda _: None
+) -> int | None:
+    """Predict the bytes that the process of a run in one process on a CPU takes at most, activations and logits included.
+
+    Args:
+        positions: By role, computed positions of its largest micro-batch in training.
+        announce: As in `plan_memory`.
+
+    None where ranks or engines are processes of their own, and where models take less than the process without them, which
+    is not worth a trace. Raises ModelError.
+    """
+    inline = config.platform.name == "cpu" and config.placement.backend == "inline"
+    if not inline or config.generator.has_own_devices or config.strategy.kind != "single":
+        return None
+    sizes = {each.role: model_sizes(each.model.path, revision=each.model.revision) for each in planned_models(config)}
+    if sum(4 * each.parameters for each in sizes.values()) < _PROCESS_BYTES / 4:
+        return None
+    models = models_of(config, Effort(announce=announce))
+    at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
+    in_pass = {
+        role: models[role].estimate("training", -(-count // models[role].longest)).peak_bytes - at_rest[role]
+        for role, count in positions.items()
+    }
+    engine = models["policy"].counts.total * (2 if config.model.dtype == "bfloat16" else 4)
+    return _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass.values())
 
 
 def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:

@@ -39,7 +39,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         pytest.param(Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), WHOLE[::3], marks=SLOW),
         pytest.param(
-            Ranks(strategy="fsdp2", num_ranks=4, tensor_parallel_size=2, cpu_offload=True), WHOLE[1::4], marks=SLOW
+            Ranks(strategy="fsdp2", num_ranks=4, tensor_parallel_size=2, cpu_offload=True), WHOLE[1::4], marks=NIGHTLY
         ),
         pytest.param(Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=2), CASES[::3], marks=NIGHTLY),
         pytest.param(

@@ -203,7 +203,7 @@ def check_steps(calm: Found, disturbed: list[Found], tolerance: float, *, own_sc
             assert torch.equal(found.scores, calm.scores)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_that_runs_out_on_one_rank_changes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A phase whose micro-batches were not cut smaller is the same bit for bit."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "preset_layouts.py"
 PRESETS = ["kl_cov", "ppo", "distillation", "high_entropy", "rejection"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layouts_and_ranks_agree_on_the_gradient_norm_of_a_real_step() -> None:
     result = subprocess.run(
         [sys.executable, str(SCRIPT), *PRESETS], capture_output=True, text=True, timeout=900, check=False

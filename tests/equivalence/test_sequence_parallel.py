@@ -52,7 +52,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ("ranks", "cases"),
     [
         pytest.param(Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), CASES[::2], marks=SLOW),
-        pytest.param(Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=2), CASES[1::5], marks=SLOW),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=2), CASES[1::5], marks=NIGHTLY),
         pytest.param(Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), CASES[1::2], marks=NIGHTLY),
         pytest.param(Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2), CASES[::3], marks=NIGHTLY),
         pytest.param(Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=2), CASES, marks=NIGHTLY),

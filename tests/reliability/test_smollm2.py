@@ -53,3 +53,16 @@ def test_log_probabilities_are_those_that_transformers_computes_from_the_gguf(tm
     exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     torch.testing.assert_close(found, logprobs(exported, ids), rtol=0, atol=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path).encode(TEXT) == ids[0].tolist()
+
+
+@pytest.mark.nightly
+def test_half_of_its_recipe_teaches_it_to_add(tmp_path: Path) -> None:
+    from skyrl_train import load_config, train
+
+    shorter = {"trainer.total_steps": 12, "data.max_validation_prompts": 100, "trainer.export_hf": False}
+    result = train(load_config("+experiment=smollm2", settings={**shorter, "output_dir": str(tmp_path)}))
+    correct = [record["reward/correct/mean"] for record in result.metrics if "reward/correct/mean" in record]
+    assert len(correct) == 12
+    assert sum(correct[-3:]) / 3 > sum(correct[:3]) / 3 + 0.2
+    before, after = (each for record in result.metrics if (each := record.get("eval/accuracy")) is not None)
+    assert after > before + 0.2

@@ -21,7 +21,14 @@ def why_nothing_can_be_recorded() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [part.name for part in PARTS if part.sample])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(part.name, marks=pytest.mark.nightly if part.name == "kills_sft" else ())
+        for part in PARTS
+        if part.sample
+    ],
+)
 def test_the_sample_of(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "crash_states" and (why := why_nothing_can_be_recorded()):
         pytest.skip(why)

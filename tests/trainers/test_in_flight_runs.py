@@ -48,7 +48,7 @@ def in_flight_config(root: Path, **trainer: Any) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
+@pytest.mark.parametrize("cache", [pytest.param("recompute", marks=pytest.mark.nightly), "keep"])
 def test_responses_of_several_versions_are_trained_on_and_their_distance_is_told(
     tmp_path: Path, slow_engine: None, cache: str
 ) -> None:

@@ -58,7 +58,9 @@ def test_the_script_prints_what_the_page_has() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", TWINS)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=pytest.mark.nightly if each == "smollm2_steps" else ()) for each in TWINS]
+)
 def test_two_steps_of_a_recipe(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from skyrl_train.errors import MemoryLimitError
 from skyrl_train.memory import predict
 from skyrl_train.memory.model_sizes import ParameterCounts
 from skyrl_train.memory.predict import DeviceShare, Effort, PredictedPasses
-from skyrl_train.plan.memory import head_violations, models_of, plan_memory
+from skyrl_train.plan.memory import head_violations, models_of, peak_on_cpu, plan_memory
 from tests.support.learner_cases import save_tiny_model
 
 LONGEST = 24
@@ -26,9 +26,9 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def predicted(folder: Path, effort: Effort | None = None, **changes: object) -> PredictedPasses:
+def on_a_cpu(folder: Path, **changes: object) -> Config:
     config = Config()
-    config = replace(
+    return replace(
         config,
         platform=replace(config.platform, name="cpu", device="cpu"),
         model=replace(config.model, path=str(folder)),
@@ -36,7 +36,10 @@ def predicted(folder: Path, effort: Effort | None = None, **changes: object) -> 
         generator=replace(config.generator, max_context_length=LONGEST),
         **changes,  # type: ignore[arg-type]
     )
-    return models_of(config, effort or Effort())["policy"]
+
+
+def predicted(folder: Path, effort: Effort | None = None, **changes: object) -> PredictedPasses:
+    return models_of(on_a_cpu(folder, **changes), effort or Effort())["policy"]
 
 
 @pytest.mark.parametrize(
@@ -228,3 +231,21 @@ def test_a_row_of_131072_tokens_is_planned_for_eight_ranks_that_share_it() -> No
     assert small is not None
     (refused,) = small.violations()
     assert (refused.field, refused.value) == ("generator.max_context_length", "131072")
+
+
+def test_the_process_of_a_run_on_a_cpu_holds_model_engine_and_the_largest_pass(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    config = on_a_cpu(folder)
+    assert peak_on_cpu(config, {"policy": LONGEST}) is None, "the process without a model takes more"
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 2_000_000}))
+    weights = 4 * models_of(config, Effort())["policy"].counts.total
+    one, many = (peak_on_cpu(config, {"policy": rows * LONGEST}) for rows in (1, 100))
+    assert one is not None
+    assert many is not None
+    parameters_gradients_state_and_engine = 5 * weights
+    assert (
+        0 < one - parameters_gradients_state_and_engine - 550e6 < many - parameters_gradients_state_and_engine - 550e6
+    )
+    apart = replace(config, generator=replace(config.generator, backend="vllm"))
+    assert peak_on_cpu(apart, {"policy": LONGEST}) is None

@@ -205,7 +205,10 @@ def server(kind: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["unreachable", "hanging", "dripping", "refusing"])
+@pytest.mark.parametrize(
+    "kind",
+    ["hanging", "refusing", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("unreachable", "dripping"))],
+)
 def test_wandb_with_a_key_and_a_dead_server_is_offline_within_15_s(kind, tmp_path, monkeypatch):
     """Real wandb, in a process of its own as a run's is."""
     with server(kind) as address:

@@ -100,6 +100,13 @@ def test_two_judges_with_a_criterion_of_one_name_are_refused() -> None:
     assert "gives a reward named 'clear', which there is already" in found.rule
 
 
+def test_an_entry_of_the_list_may_be_named() -> None:
+    pattern = {"_target_": "regex", "pattern": "[0-9]", "name": "digits", "weight": 0}
+    named, other = reward_entries(environment_of(pattern, "regex"))
+    assert (named.name, named.spec) == ("digits", {"_target_": "regex", "pattern": "[0-9]"})
+    assert (dict(named.weights), other.name) == ({"digits": 0}, "regex")
+
+
 def test_an_actor_needs_ray() -> None:
     config = config_of({"_target_": "model", "path": "a", "placement": "ray"})
     found = [each for each in validate_config(config) if each.field == "environment.rewards[0].placement"]
