@@ -127,8 +127,8 @@ def _environment(environment: EnvironmentConfig) -> Iterator[Violation]:
     listed = {f"environment.allowed[{index}]": name for index, name in enumerate(environment.allowed)}
     for field, spec in {**chosen, **listed}.items():
         apart = uses_processes(environment) and ":" in split_environment(spec)[0]
-        python = environment.python or ""
-        for violation in violations_in_process([spec], python) if apart else environment_violations(spec):
+        where = (environment.python or "", environment.variables)
+        for violation in violations_in_process([spec], *where) if apart else environment_violations(spec):
             yield replace(violation, field=violation.field.replace("environment.env_class", field, 1))
     yield from model_code.violations(environment)
 

@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.calls import Answer, reason_of
-from skyrl_train.cluster.session import RaySession, forwarded_environment
+from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.rollout.env_boundary import MAX_WORKERS, Request
 from skyrl_train.rollout.env_connection import LocalWorker, parse
@@ -115,6 +115,7 @@ class RayWorkers:
     def _start_actors(self) -> list[_Node]:
         """One on each living node, beside whatever is reserved there."""
         env, nodes = self._session.runtime_env(1), [node for node in ray.nodes() if node["Alive"]]
+        secrets = {name: os.environ[name] for name in self._settings.named if name in os.environ}
         actor_class = ray.remote(NodeWorkers)
         return [
             _Node(
@@ -124,7 +125,7 @@ class RayWorkers:
                     max_concurrency=2 * MAX_WORKERS,
                     runtime_env=env,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-                ).remote(self._settings, secrets=forwarded_environment(secret=True))
+                ).remote(self._settings, secrets=secrets)
             )
             for node in nodes
         ]

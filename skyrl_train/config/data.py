@@ -225,6 +225,9 @@ class EnvironmentConfig:
     """Where code that the model wrote runs: that of `code` rewards and of `searchcode`, `lcb` and `text2sql`. required: in
     namespaces (bubblewrap), or not at all; best: with whatever isolation there is here, which the header names; off: with
     limits alone (docs/rewards.md)."""
+    variables: Free[tuple[str, ...]] = ()
+    """Names of variables of the trainer's environment that worker processes get beside the listed ones, e.g.
+    `[MY_API_KEY]`: they see none of its other keys (docs/environments.md)."""
     allowed: Free[tuple[str, ...]] = ()
     """Custom environments (`package.module:attr`) that data rows may name in `env_class`, which otherwise name registered
     ones alone: whoever writes data does not choose what code runs."""

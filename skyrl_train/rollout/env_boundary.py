@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.registry import PartSpec
+from skyrl_train.rollout.env_variables import told_missing
 from skyrl_train.rollout.plain_data import MAX_METRIC_NAME, number_in, numbers_only, plain, scalar
 from skyrl_train.rollout.tools.toolbox import Schema, is_content
 from skyrl_train.telemetry.json_text import is_text, shown
@@ -68,8 +69,9 @@ class Broken(Exception):
 
 def describe(error: BaseException) -> str:
     """Describe an error as `ValueError: unknown city 'Oz' at my_env.py:12 in Travel.step: raise ValueError(...)`, in one
-    line of at most 500 characters: the line is that of the user's own code, where the error is from there."""
-    where = "" if isinstance(error, SkyrlTrainError) else own_line(error)
+    line of at most 500 characters: the line is that of the user's own code, where the error is from there; then which of the
+    trainer's variables were asked for and not given."""
+    where = ("" if isinstance(error, SkyrlTrainError) else own_line(error)) + told_missing()
     return _one_line(f"{_one_line(error_text(error), 500 - len(where))}{where}")
 
 

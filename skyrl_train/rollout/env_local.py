@@ -23,6 +23,8 @@ from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.registry import TARGET, PartSpec
 from skyrl_train.rollout.env_connection import REPORT_WITHIN_S, Frames, LocalWorker, frame
 from skyrl_train.rollout.env_processes import Imported, WorkerEnded
+from skyrl_train.rollout.env_variables import given
+from skyrl_train.rollout.environments import variables_of
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.threads import in_time
 
@@ -60,6 +62,8 @@ class WorkerSettings:
     """Reward functions that are called there, by the setting that names each."""
     python: str = ""
     """Interpreter that they run under, if not this one: what is installed for it is what environments import."""
+    variables: tuple[str, ...] = ()
+    """`environment.variables`."""
 
     @classmethod
     def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> WorkerSettings:
@@ -75,7 +79,13 @@ class WorkerSettings:
             tools=environment.tools,
             rewards=rewards,
             python=environment.python or "",
+            variables=environment.variables,
         )
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The variables that these workers get beside the listed ones: those of the setting, and what adapters need."""
+        return frozenset(self.variables).union(*(variables_of(spec) for spec in self.specs))
 
 
 def check_arguments(spec: PartSpec, setting: str = "environment.env_class") -> None:
@@ -162,6 +172,7 @@ class LocalWorkers:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        variables = given(os.environ, self._settings.named)
         with theirs:
             self._process = subprocess.Popen(
                 [*self._interpreter(), str(theirs.fileno())],
@@ -170,7 +181,7 @@ class LocalWorkers:
                 stdout=self._log_file(),
                 stderr=self._log_file(),
                 start_new_session=True,
-                env=_environment(apart=bool(self._settings.python)),
+                env=_environment(variables, apart=bool(self._settings.python)),
             )
         self._control, self._frames, self._loaded = ours, Frames(), loop.create_future()
         loop.add_reader(ours, self._hear)
@@ -183,6 +194,7 @@ class LocalWorkers:
             "rewards": {setting: plain(spec, TARGET) for setting, spec in self._settings.rewards.items()},
             "registry": self._settings.registry,
             "preload": self._preload,
+            "withheld": [name for name in os.environ if name not in variables],
         }
         try:
             await asyncio.wait_for(loop.sock_sendall(ours, frame(content)), _IMPORT_TIMEOUT_S)
@@ -306,11 +318,11 @@ def _own_path() -> list[str]:
     return [each for each in apart if not any(name in each for name in installed)]
 
 
-def _environment(*, apart: bool) -> dict[str, str]:
-    """This process's, with one thread for each of a worker's numerical libraries: there are many workers."""
-    path = os.pathsep.join(filter(None, ["" if apart else _PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
+def _environment(variables: Mapping[str, str], *, apart: bool) -> dict[str, str]:
+    """These, with one thread for each of a worker's numerical libraries: there are many workers."""
+    path = os.pathsep.join(filter(None, ["" if apart else _PACKAGE_PARENT, variables.get("PYTHONPATH", "")]))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**threads, **os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
+    return {**threads, **variables, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
 
 def _await_end(process: subprocess.Popen[bytes]) -> None:
@@ -322,12 +334,15 @@ def _await_end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_CLOSE_TIMEOUT_S)
 
 
-def violations_in_process(specs: Sequence[PartSpec], python: str = "") -> list[Violation]:
+def violations_in_process(
+    specs: Sequence[PartSpec], python: str = "", variables: tuple[str, ...] = ()
+) -> list[Violation]:
     """Return what is wrong with environments, which are imported in a process of their own: an import that exits, crashes
     or hangs harms nothing here."""
 
     async def check() -> None:
-        workers = LocalWorkers(WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python))
+        settings = WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python, variables=variables)
+        workers = LocalWorkers(settings)
         try:
             await workers.ready()
         finally:

@@ -41,6 +41,7 @@ from skyrl_train.registry import split_spec
 from skyrl_train.rollout.env_boundary import Answer
 from skyrl_train.rollout.env_connection import Frames, frame
 from skyrl_train.rollout.env_hosted import HostedEnvironment
+from skyrl_train.rollout.env_variables import told_missing, watch
 from skyrl_train.rollout.environments import (
     environment_violations,
     is_asynchronous,
@@ -333,6 +334,7 @@ def _load(settings: dict[str, Any]) -> dict[str, Any]:
     asynchronous = [name for name, create in made_by.items() if is_asynchronous(create)]
     tasks = len(os.listdir("/proc/self/task")) if _LINUX else threading.active_count()
     forkable = tasks == 1 and _open_files() <= before
+    violations = [{**found, "remedy": found["remedy"] + told_missing()} for found in violations]
     known = {"violations": violations, "rewards": facts, "asynchronous": asynchronous}
     return {"ready": True, **known, "forkable": forkable}
 
@@ -351,6 +353,7 @@ def main() -> None:
     stacks.answer("supervisor of environments")
     frames = Frames()
     settings = next(message for data in iter(lambda: control.recv(_CHUNK), b"") for message in frames.feed(data))
+    watch(settings["withheld"])
     sys.path[:] = [*settings["sys_path"], *(sys.path if settings["apart"] else ())]
     if settings["preload"]:
         control.sendall(frame(_load(settings)))

@@ -30,6 +30,10 @@ _CONFIG_CLASSES: dict[str, str] = {
 """skyrl-gym environments that read a dataclass of settings with defaults."""
 
 
+_DRAWING = ("DISPLAY", "XAUTHORITY", "MUJOCO_GL", "PYOPENGL_PLATFORM", "SDL_VIDEODRIVER", "SDL_AUDIODRIVER")
+_OWN_JUDGES = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "PRIME_API_KEY")
+_VARIABLES = {"gymnasium": _DRAWING, "verifiers": _OWN_JUDGES}
+"""What adapters need of the trainer's variables beside those that every worker gets."""
 _ADAPTERS = {
     "gymnasium": ("id", "skyrl_train.rollout.adapters.gymnasium_text:GymnasiumEnvironment"),
     "openenv": ("url", "skyrl_train.rollout.adapters.openenv_client:OpenEnvironment"),
@@ -52,6 +56,12 @@ def split_environment(spec: PartSpec) -> tuple[str, dict[str, Any]]:
 def is_adapter(spec: PartSpec) -> bool:
     """Whether an environment is one of another package, which is imported only where it runs."""
     return split_environment(spec)[0] in (target for _, target in _ADAPTERS.values())
+
+
+def variables_of(spec: PartSpec) -> tuple[str, ...]:
+    """Return the names of the trainer's variables that an environment needs beside those that every worker gets."""
+    target = split_environment(spec)[0]
+    return next((_VARIABLES.get(kind, ()) for kind, (_, each) in _ADAPTERS.items() if each == target), ())
 
 
 def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:

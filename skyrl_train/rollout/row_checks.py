@@ -15,6 +15,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skyrl_train.config.parts import ENVIRONMENTS
@@ -161,8 +162,7 @@ async def _in_worker(
     spec: PartSpec, prompts: Sequence[Prompt], environment: EnvironmentConfig
 ) -> list[tuple[int, str]]:
     name = split_spec(spec)[0]
-    memory_gb, python = environment.worker_memory_gb, environment.python or ""
-    workers = LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=memory_gb, python=python))
+    workers = LocalWorkers(replace(WorkerSettings.of(environment), specs=(spec,), registry=False, tools=(), rewards={}))
     found: list[tuple[int, str]] = []
     try:
         await workers.ready()

@@ -316,16 +316,17 @@ def facts_of(environment: EnvironmentConfig) -> Mapping[str, RewardFacts]:
     if found:
         raise ConfigError(found)
     here = {setting: reward_facts(spec) for setting, spec in specs.items() if setting not in elsewhere}
-    return {**here, **(_facts_in_process(json.dumps(elsewhere)) if elsewhere else {})}
+    return {**here, **(_facts_in_process(json.dumps(elsewhere), environment.variables) if elsewhere else {})}
 
 
 @functools.cache
-def _facts_in_process(specs: str) -> Mapping[str, RewardFacts]:
+def _facts_in_process(specs: str, variables: tuple[str, ...]) -> Mapping[str, RewardFacts]:
     """`specs` is JSON: settings to rewards. Raises ConfigError."""
     rewards: dict[str, PartSpec] = json.loads(specs)
 
     async def inspect_them() -> Mapping[str, Any]:
-        workers = LocalWorkers(WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards))
+        settings = WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards, variables=variables)
+        workers = LocalWorkers(settings)
         try:
             await workers.ready()
             return workers.rewards

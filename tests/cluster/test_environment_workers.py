@@ -48,6 +48,12 @@ def test_bad_environments_fail_on_ray_as_they_do_on_this_machine(on_ray: Played)
         here.close()
 
 
+def test_a_worker_on_ray_has_none_of_the_trainers_keys(on_ray: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-value-1")
+    said = on_ray.play("a key of the trainer")
+    assert "KeyError: 'WANDB_API_KEY'" in said
+
+
 def test_workers_end_with_the_actor_that_started_them(session: RaySession) -> None:
     before = set(descendants(os.getpid()))
     played = Played(RayWorkers(SETTINGS, session, timeout_s=120))

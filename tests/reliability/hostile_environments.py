@@ -217,6 +217,7 @@ for number, metrics in enumerate(
 BAD["get_metrics of many"] = (GOES_ON, lambda _: {str(n): n for n in range(10**5)})
 
 # What it raises
+raises("a key of the trainer", "KeyError: 'WANDB_API_KEY'", lambda: ValueError(os.environ["WANDB_API_KEY"]))
 raises("raises", r"environment_error: ValueError: unknown city 'Oz'", lambda: ValueError("unknown city 'Oz'"))
 raises("raises a StopIteration", r"environment_error: StopIteration: end", lambda: StopIteration("end"))
 raises("raises a StopAsyncIteration", r"environment_error: StopAsyncIteration", StopAsyncIteration)

@@ -24,6 +24,7 @@ from skyrl_train.config.parts import TOOLS
 from skyrl_train.data.images import is_image
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec
+from skyrl_train.rollout.env_variables import told_missing
 from skyrl_train.user_code import own_line
 
 Schema = Mapping[str, Any]
@@ -127,7 +128,7 @@ class Toolbox:
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
             text = f"Error: {kind}{' '.join(str(error)[:_MAX_ERROR_CHARACTERS].split())}"
             if kind:
-                _tell_once(f"tool {call['name']}: {type(error).__name__}{own_line(error)}")
+                _tell_once(f"tool {call['name']}: {type(error).__name__}{own_line(error)}{told_missing()}")
             return {"content": self._bounded(text), "failed": True}
         if isinstance(content, str):
             return {"content": self._bounded(content), "failed": False}
