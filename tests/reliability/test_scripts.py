@@ -119,6 +119,12 @@ def test_the_quickstart_passes_overrides_on_unchanged(installed_clone: Path, bin
     assert result.stdout == "[-m][skyrl_train.main][+experiment=gsm8k_multiturn][data.path=/a folder][seed=1]"
 
 
+def test_the_quickstart_runs_another_recipe(installed_clone: Path, bin_dir: Path) -> None:
+    result = run_installed(installed_clone, bin_dir, "quickstart.sh", "+experiment=lora", "seed=1")
+
+    assert result.stdout == "[-m][skyrl_train.main][+experiment=lora][seed=1]"
+
+
 def test_a_second_run_installs_nothing(installed_clone: Path, bin_dir: Path) -> None:
     run_installed(installed_clone, bin_dir, "test.sh")
     run_installed(installed_clone, bin_dir, "test.sh")

@@ -194,7 +194,8 @@ def test_a_missing_file_comes_with_what_is_there(tmp_path: Path) -> None:
 
 def test_an_empty_folder_and_an_unknown_builtin_are_named(tmp_path: Path) -> None:
     assert "the folder holds no .jsonl, .json, .csv, .parquet, .arrow, .feather file" in error_of(str(tmp_path))
-    assert "It has builtin:sums/train, builtin:sums/validation, builtin:word_problems/train" in error_of("builtin:word_problem/train")
+    known = "It has builtin:sums/train, builtin:sums/validation, builtin:word_problems/train"
+    assert known in error_of("builtin:word_problem/train")
 
 
 @pytest.mark.parametrize(
