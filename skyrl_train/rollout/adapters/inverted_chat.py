@@ -177,7 +177,7 @@ async def _serve() -> AsyncIterator[tuple[dict[str, Take], str]]:
 async def _reply(request: HttpRequest, conversations: Mapping[str, Take]) -> HttpAnswer:
     """Return the answer to a request. Raises RequestError."""
     try:
-        body = json.loads(request.body)
+        body = json.loads(request.take_body())
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
     take = conversations.get(str(body.get("model"))) if isinstance(body, dict) else None

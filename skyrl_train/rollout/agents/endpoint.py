@@ -31,6 +31,10 @@ LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 """The name that the endpoint gives its model."""
 _NO_KEY = "the key must be the session's: Authorization: Bearer KEY, or x-api-key: KEY, or in the address, /s/KEY/v1"
+_BYTES_OF_CHARACTER = 6
+"""The most in JSON: an escape."""
+_ROOM_BESIDE_TEXTS = 1 << 20
+"""Bytes of a body, for all that is no text of a prompt."""
 _IN_PATH = re.compile(r"/s/([\w-]*)(/.*)?")
 
 
@@ -72,7 +76,7 @@ class Address:
 class _Endpoint:
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
-        self.server = HttpServer(self.handle)
+        self.server = HttpServer(self.handle, self.admit)
         self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.is_up = False
 
@@ -86,13 +90,24 @@ class _Endpoint:
             self.port.exception()  # nobody else may be waiting for it
             raise
 
-    async def handle(self, request: HttpRequest) -> HttpAnswer:
-        """Raises RequestError."""
-        in_path = _IN_PATH.fullmatch(request.path)
-        key, path = (in_path[1], in_path[2] or "/") if in_path else (_key_in(request.headers), request.path)
+    def admit(self, path: str, headers: Mapping[str, str], length: int) -> str:
+        """Return the key of a request whose body may be read. Raises RequestError."""
+        key, _, session = self._asked(path, headers)
+        session.check_size((length - _ROOM_BESIDE_TEXTS) // _BYTES_OF_CHARACTER)
+        return key
+
+    def _asked(self, path: str, headers: Mapping[str, str]) -> tuple[str, str, Session]:
+        """Return the key, the path without it, and the session. Raises RequestError."""
+        in_path = _IN_PATH.fullmatch(path)
+        key, path = (in_path[1], in_path[2] or "/") if in_path else (_key_in(headers), path)
         session = self.sessions.get(key)
         if session is None:
             raise RequestError(_NO_KEY, status=401, code="invalid_api_key")
+        return key, path, session
+
+    async def handle(self, request: HttpRequest) -> HttpAnswer:
+        """Raises RequestError."""
+        _, path, session = self._asked(request.path, request.headers)
         if path in ("/v1/models", f"/v1/models/{MODEL}"):
             _check_method(request.method, path, "GET")
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "skyrl_train"}
@@ -102,9 +117,9 @@ class _Endpoint:
             known = ", ".join(["/v1/models", *_APIS])
             raise RequestError(f"there is nothing at this path; there are {known}", status=404)
         _check_method(request.method, path, "POST")
-        body = _body_of(request)
+        body, digest = _body_of(request, path)
         origin = Origin(
-            body=hashlib.blake2b(f"{path}\n".encode() + request.body, digest_size=16).digest(),
+            body=digest,
             key=request.headers.get("idempotency-key", ""),
             attempt=_attempt_of(request),
         )
@@ -157,16 +172,20 @@ def _check_method(given: str, path: str, method: str) -> None:
         raise RequestError(f"{path} is asked with {method}", status=405)
 
 
-def _body_of(request: HttpRequest) -> Mapping[str, Any]:
+def _body_of(request: HttpRequest, path: str) -> tuple[Mapping[str, Any], bytes]:
+    """Return what a request asks, and a digest of its path and body, which is kept no longer. Raises RequestError."""
+    digest = hashlib.blake2b(f"{path}\n".encode(), digest_size=16)
+    text = request.take_body()
+    digest.update(text)
     try:
-        body = parse_json(request.body)
+        body = parse_json(text)
     except ValueError as error:
         raise RequestError(f"the body is {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     if not isinstance(body.get("model", ""), str):
         raise RequestError("model: must be a text; any will do", param="model")
-    return body
+    return body, digest.digest()
 
 
 def _attempt_of(request: HttpRequest) -> int | None:

@@ -1,7 +1,8 @@
 """A small HTTP/1.1 server for programs that ask this process, of the standard library alone.
 
 Each connection is a task: it reads a request, has it answered, writes the answer, and reads the next. Whatever comes is
-read as if it came from anybody: sizes are bounded, reads and writes have deadlines, and what is no request is told so. The
+read as if it came from anybody: sizes, connections and the bytes of all bodies together are bounded, reads and writes have
+deadlines, and what is no request is told so. Whoever is not admitted by the head of a request has its body left unread. The
 request of a client that hangs up while it waits is cancelled.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -19,6 +21,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 64 << 20
+_MAX_BYTES_IN_FLIGHT = 4 * MAX_REQUEST_BYTES
+"""Of bodies that were not taken yet, over all connections; a quarter of it for one client."""
+_SMALL_BODY_BYTES = 64 << 10
+"""What has no more, as the head may have as well, is bounded by the number of connections."""
+_MAX_CONNECTIONS = 2048
+_HANGS_UP_AFTER_S = 0.1
 _MAX_HEAD_BYTES = 64 << 10
 _IDLE_S = 3600.0
 """Between two requests of a connection."""
@@ -42,7 +50,7 @@ class RequestError(Exception):
         self.body = {"message": message, "type": _error_type(status), "code": code, "param": param}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HttpRequest:
     method: str
     path: str
@@ -54,6 +62,14 @@ class HttpRequest:
     """Whether the connection ends with it."""
     takes_chunks: bool = True
     """Whether an answer may come in chunks; else its end is that of the connection."""
+    release: Callable[[], None] = lambda: None
+    """Tells the server that the body is no longer in flight. Idempotent."""
+
+    def take_body(self) -> bytes:
+        """Return the body, which is held here no longer: for whoever reads it long before the answer is there."""
+        body, self.body = self.body, b""
+        self.release()
+        return body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +87,21 @@ class HttpAnswer:
     def of(error: RequestError) -> HttpAnswer:
         """Return the answer that tells an error. SDKs that read its header do not ask again where it would not help."""
         told = json.dumps({"type": "error", "error": error.body})
-        return HttpAnswer(status=error.status, body=told, headers={"x-should-retry": "false"})
+        return HttpAnswer(status=error.status, body=told, headers={"x-should-retry": str(error.status == 503).lower()})
 
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, HttpAnswer]]
+Admit = Callable[[str, Mapping[str, str], int], str]
+"""Given path, headers and bytes of a body that was not read: whose it is. Raises RequestError for what is not to be read."""
 
 
 class HttpServer:
     """Answers requests by a function, until it is closed. Used from one event loop."""
 
-    def __init__(self, handle: Handler) -> None:
+    def __init__(self, handle: Handler, admit: Admit = lambda *_: "") -> None:
         """`handle` may raise RequestError; anything else that it raises is logged, and told as an error of the server."""
-        self._handle = handle
+        self._handle, self._admit = handle, admit
+        self._in_flight = _InFlight()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -103,8 +122,11 @@ class HttpServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)
-        incoming = _Incoming(reader, writer)
+        incoming = _Incoming(reader, writer, self._admit, self._in_flight)
         try:
+            if len(self._open) > _MAX_CONNECTIONS:
+                message = f"{_MAX_CONNECTIONS} connections are open, which is the most"
+                return await incoming.refuse(RequestError(message, status=503))
             while await self._exchange(incoming, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError, asyncio.CancelledError):
@@ -118,11 +140,14 @@ class HttpServer:
         try:
             request = await incoming.request()
         except RequestError as error:  # where the next request would begin is not known
-            await _write(writer, HttpAnswer.of(error), is_last=True)
+            await incoming.refuse(error)
             return False
         if request is None:
             return False
-        answer = await self._answer(request, incoming)
+        try:
+            answer = await self._answer(request, incoming)
+        finally:
+            request.release()
         if answer is None:
             return False
         if answer.pieces is not None:
@@ -153,11 +178,44 @@ class HttpServer:
             await asyncio.gather(answering, watching, return_exceptions=True)
 
 
+class _InFlight:
+    """How many bytes of bodies are in flight, and whose. Clients with large bodies do not keep others from theirs."""
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+        self._released = asyncio.Event()
+
+    async def hold(self, client: str, size: int) -> Callable[[], None]:
+        """Wait until there is room for a body, and return what gives it back. Idempotent, that is."""
+        size = size if size > _SMALL_BODY_BYTES else 0
+        while size and not self._has_room(client, size):
+            self._released.clear()
+            await self._released.wait()
+        left = Counter({client: size})
+        self._held += left
+
+        def release() -> None:
+            self._held -= left
+            left.clear()
+            self._released.set()
+
+        return release
+
+    def _has_room(self, client: str, size: int) -> bool:
+        own = self._held[client] + size
+        return own <= _MAX_BYTES_IN_FLIGHT // 4 and self._held.total() + size <= _MAX_BYTES_IN_FLIGHT
+
+
 class _Incoming:
     """Requests as they come over one connection."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, admit: Admit, in_flight: _InFlight
+    ) -> None:
         self._reader, self._writer = reader, writer
+        self._admit, self._in_flight = admit, in_flight
+        self._idle_s = _HEAD_WITHIN_S
+        """Until the next request begins; who has sent none yet may be anybody."""
         self._ahead = b""
         """The first byte of the next request, if it was read while the one before was answered."""
         self._has_ended = False
@@ -175,9 +233,15 @@ class _Incoming:
                 self._ahead = b""
             self._has_ended = not self._ahead
 
+    async def refuse(self, error: RequestError) -> None:
+        """Tell an error, and hang up, a little later: to whoever is still sending its body, that is a broken connection."""
+        await _write(self._writer, HttpAnswer.of(error), is_last=True)
+        self._writer.write_eof()
+        await asyncio.sleep(_HANGS_UP_AFTER_S)
+
     async def request(self) -> HttpRequest | None:
         """Return the next request; None at the end of the connection. Raises RequestError for what is none."""
-        await asyncio.wait_for(self.look_ahead(), _IDLE_S)
+        await asyncio.wait_for(self.look_ahead(), self._idle_s)
         if self._has_ended:
             return None
         first, self._ahead = self._ahead, b""
@@ -187,14 +251,27 @@ class _Incoming:
             raise RequestError(f"the head has more than {_MAX_HEAD_BYTES} bytes", status=431) from None
         method, path, is_last, headers = _parse_head(first + head)
         length = _length_of(headers)
+        client = self._admit(path, headers, length)
+        self._idle_s = _IDLE_S
+        try:
+            release = await asyncio.wait_for(self._in_flight.hold(client, length), _BODY_WITHIN_S)
+        except asyncio.TimeoutError:
+            raise RequestError("bodies of other requests leave no room for this one; try again", status=503) from None
         if headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             body = await asyncio.wait_for(self._reader.readexactly(length), _BODY_WITHIN_S)
-        except asyncio.TimeoutError:
-            raise RequestError(f"the body did not come within {_BODY_WITHIN_S:g} s", status=408) from None
+        except BaseException as error:
+            release()
+            if isinstance(error, asyncio.TimeoutError):
+                raise RequestError(f"the body did not come within {_BODY_WITHIN_S:g} s", status=408) from None
+            raise
         chunks = (first + head).partition(b"\r\n")[0].endswith(b"1.1")
-        return HttpRequest(method=method, path=path, headers=headers, body=body, is_last=is_last, takes_chunks=chunks)
+        request = HttpRequest(
+            method=method, path=path, headers=headers, body=body, is_last=is_last, takes_chunks=chunks
+        )
+        request.release = release
+        return request
 
 
 def _parse_head(head: bytes) -> tuple[str, str, bool, dict[str, str]]:

@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.token_stream import listening
 from skyrl_train.rollout.tools.formats import call_messages, recorded_calls, text_before_calls
 from skyrl_train.seeding import derive_seed
+from skyrl_train.threads import WorkerThread
 from skyrl_train.types import (
     ChatMessage,
     FailureKind,
@@ -60,6 +61,10 @@ _REJOIN_WITHIN_S = 5.0
 """After whoever asked has hung up: an SDK that gave up asks again by then, and gets the same answer."""
 _TELLS_EVERY_S = 0.05
 """Of an answer that is streamed: how often its text is looked at."""
+_USUAL_CHARACTERS_OF_TOKEN = 4
+_LONG_CHARACTERS = 1 << 16
+_LANES = WorkerThread("agents-prompts"), WorkerThread("agents-long-prompts")
+"""Prompts become tokens beside the event loop; short ones do not wait for the long ones of other sessions."""
 _NOTHING: Mapping[str, Any] = {}
 _COUNTS = ("repeated", "cancelled", "unreadable_calls")
 
@@ -103,6 +108,8 @@ class Session:
         self._job, self._chat, self._limits = episode.job, episode.chat, episode.limits
         self._engine: InferenceEngine = episode.engine
         self._parse_calls = episode.parse_calls
+        self._in_order = asyncio.Lock()
+        """Prompts become tokens in the order in which they are asked."""
         self._completions: list[_Completion] = []
         """Those that were answered, or are on their way, in the order in which they were asked for."""
         self._num_asked = 0
@@ -158,6 +165,12 @@ class Session:
             if completion.number == answered.number:
                 completion.is_delivered = True
 
+    def check_size(self, characters: int) -> None:
+        """Raise RequestError where a prompt has more characters than a context of the longest tokens that there are."""
+        most = self._limits.max_context_length * self._chat.longest_token
+        if characters > most:
+            raise self._no_room(f"more than {most} characters", status=413)
+
     def close(self) -> None:
         """Cancel what is on its way, and refuse what comes."""
         self._is_closed = True
@@ -204,6 +217,7 @@ class Session:
             plain([*asked.messages, *asked.tools], "messages and tools")
         except ValueError as error:
             raise RequestError(str(error)) from None
+        self.check_size(_characters_in((asked.messages, asked.tools)))
         if len(self._completions) >= self._limits.max_turns:
             self.refused = Outcome.MAX_TURNS
             message = f"the trajectory has its generator.max_turns={self._limits.max_turns} answers"
@@ -237,10 +251,13 @@ class Session:
             self._seeds.discard(completion.draw)
 
     async def _complete(self, completion: _Completion) -> Answered:
-        prompt = self._prompt(completion.asked)
+        async with self._in_order:
+            lane = _LANES[_characters_in(completion.asked.messages) > _LONG_CHARACTERS]
+            prompt = await asyncio.wrap_future(lane.submit(self._prompt, completion.asked))
+            seed = self._seed(prompt, completion)
         if completion.progress is not None:
             completion.progress.prompt_tokens = len(prompt)
-        output = await self._generate(prompt, completion, self._seed(prompt, completion))
+        output = await self._generate(prompt, completion, seed)
         asked, text = completion.asked, self._chat.text(output.token_ids)
         message = self._message(completion, output, text)
         calls = recorded_calls(message.get("tool_calls", ()))
@@ -258,6 +275,11 @@ class Session:
 
     def _prompt(self, asked: Asked) -> TokenIds:
         """Return the tokens of what is asked. Raises RequestError where there is no room, or the template refuses."""
+        most = self._limits.max_context_length
+        texts = [str(message["content"]) for message in asked.messages]
+        # What is not worth rendering is only counted, in pieces, whose ends may make more tokens of it.
+        if _characters_in(texts) > _USUAL_CHARACTERS_OF_TOKEN * most and self._chat.count(texts, 2 * most) > 2 * most:
+            raise self._no_room(f"more than {counted(most, 'token')}")
         digests = _digests(asked.tools, asked.messages)
         try:
             for count in range(len(asked.messages), 0, -1):
@@ -275,14 +297,18 @@ class Session:
                 prompt = self._chat.first_prompt(asked.messages, asked.tools)
         except Broken as broken:
             raise refused("messages", broken.message) from broken
-        if len(prompt) >= self._limits.max_context_length:
-            self.refused = Outcome.CONTEXT_FULL
-            message = (
-                f"the prompt has {counted(len(prompt), 'token')}; the maximum context length, generator.max_context_length="
-                f"{self._limits.max_context_length}, leaves no room for an answer"
-            )
-            raise RequestError(message, code="context_length_exceeded", param="messages")
+        if len(prompt) >= most:
+            raise self._no_room(counted(len(prompt), "token"))
         return prompt
+
+    def _no_room(self, what: str, **how: int) -> RequestError:
+        """Return the error of a prompt that leaves no room for an answer, which ends the trajectory if it is the last."""
+        self.refused = Outcome.CONTEXT_FULL
+        message = (
+            f"the prompt has {what}; the maximum context length, generator.max_context_length="
+            f"{self._limits.max_context_length}, leaves no room for an answer"
+        )
+        return RequestError(message, code="context_length_exceeded", param="messages", **how)
 
     def _seed(self, prompt: TokenIds, completion: _Completion) -> int:
         """Return the seed of the next sample of a prompt. Requests at the same time may come in any order: a seed is that of
@@ -387,6 +413,14 @@ def _digests(tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]
         said = _bytes_of([message["role"], message["content"], calls])
         digests.append(hashlib.blake2b(digests[-1] + said, digest_size=16).digest())
     return digests
+
+
+def _characters_in(value: object) -> int:
+    """Return how many characters the texts in plain data have."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, Mapping) else value
+    return sum(map(_characters_in, inner)) if isinstance(inner, Iterable) else 0
 
 
 def _bytes_of(value: object) -> bytes:
