@@ -12,8 +12,10 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -22,7 +24,9 @@ from typing import Any
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.installed import install_command
 from skyrl_train.rollout.tools.toolbox import Schema, ToolError, ToolUnavailable
+from skyrl_train.telemetry.json_text import shown
 from skyrl_train.telemetry.redaction import learn_secrets, redact_text
+from skyrl_train.wording import counted
 
 with contextlib.suppress(ImportError):  # here, so that workers are forked from a process that has imported it
     importlib.import_module("mcp")
@@ -33,6 +37,9 @@ _LAST_LINES_TIMEOUT_S = 1.0
 """Within which what a server wrote is read to its end; a process that it started may hold the pipe for longer."""
 _LAST_LINES, _LAST_CHARACTERS, _KEPT_BYTES = 5, 500, 4096
 """What a message has of it."""
+_LONGEST_LINE = 2000
+"""Bytes of it that are passed on: secrets are looked for in quadratic time, and a flood may have no lines at all."""
+_CLIENT_LOG = logging.getLogger("mcp.client.stdio")
 
 
 class McpServer:
@@ -123,16 +130,33 @@ class _RemoteTool:
 
 
 class _ErrorLog:
-    """The standard error of a server: passed on to this process's own (in a worker the log of environments) without secrets,
-    with its end kept for messages."""
+    """What a server writes beside the protocol: its standard error is passed on to this process's own (in a worker the log
+    of environments) without secrets, with its end kept for messages; other lines of its standard output are counted."""
 
     def __init__(self) -> None:
         """Opens a pipe, and reads it until every process that writes to it has closed it."""
         self._reader, writer = os.pipe()
         self.file = open(writer, "w")  # noqa: SIM115 - closed once the server has it
         self._end = b""
+        self._num_noise, self._first_noise = 0, ""
         self._thread = threading.Thread(target=self._copy, name="mcp stderr", daemon=True)
         self._thread.start()
+
+    def hear(self, thread: int, record: logging.LogRecord) -> bool:
+        """Whether the client, on the thread of this server, may log a record: the first line that is no message, as such."""
+        error: Any = (record.exc_info or (None, None))[1]
+        if record.thread != thread or not isinstance(error, ValueError):
+            return True
+        self._num_noise += 1
+        if self._num_noise == 1:
+            self._first_noise = redact_text(shown(error.errors()[0]["input"]))
+            record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+            record.msg = (
+                "an MCP server writes to its standard output what is no message of the protocol, and should be \
+written to standard error: %s. More of it is only counted"
+            )
+            record.args = (self._first_noise,)
+        return self._num_noise == 1
 
     def last_lines(self) -> str:
         """Return `; it wrote: ...` with the last lines, redacted, of a server that has ended; empty where it wrote none."""
@@ -140,15 +164,18 @@ class _ErrorLog:
         self._thread.join(_LAST_LINES_TIMEOUT_S)
         lines = [line.strip() for line in self._end.decode(errors="replace").splitlines() if line.strip()]
         text = redact_text(" | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:])
-        return f"; it wrote: {text}" if text else ""
+        noise = (
+            f"; {counted(self._num_noise, 'line')} of its standard output were no messages: {self._first_noise}, ..."
+        )
+        return (f"; it wrote: {text}" if text else "") + (noise if self._num_noise else "")
 
     def _copy(self) -> None:
         with contextlib.suppress(OSError), open(self._reader, "rb", buffering=0) as stream:
             pending = b""
             while chunk := stream.read(1 << 16):
                 self._end = (self._end + chunk)[-_KEPT_BYTES:]
-                lines, newline, pending = (pending + chunk).rpartition(b"\n")
-                os.write(2, redact_text((lines + newline).decode(errors="replace")).encode())
+                *lines, pending = (each[:_LONGEST_LINE] for each in (pending + chunk).split(b"\n"))
+                os.write(2, redact_text(b"".join(b"%b\n" % line for line in lines).decode(errors="replace")).encode())
             os.write(2, redact_text(pending.decode(errors="replace")).encode())
 
 
@@ -195,7 +222,10 @@ class _Connection:
             said = await asyncio.to_thread(self._errors.last_lines)
             raise ToolUnavailable(f"the server {self._name} has ended: {error.error.message}{said}") from error
         except asyncio.TimeoutError:
-            raise ToolUnavailable(f"the server {self._name} did not answer {name} within {timeout_s:g} s") from None
+            said = await asyncio.to_thread(self._errors.last_lines)
+            raise ToolUnavailable(
+                f"the server {self._name} did not answer {name} within {timeout_s:g} s{said}"
+            ) from None
         except Exception as error:  # of any kind: that of a stream which the transport has closed
             raise ToolUnavailable(f"the server {self._name}: {_innermost(error)}") from error
 
@@ -217,12 +247,15 @@ class _Connection:
             raise ToolUnavailable(f"the server {self._name} has ended") from error
 
     def _run(self, settings: Mapping[str, Any]) -> None:
+        hear = functools.partial(self._errors.hear, threading.get_ident())
+        _CLIENT_LOG.addFilter(hear)
         try:
             self._loop.run_until_complete(self._until_closed(settings))
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
         finally:
+            _CLIENT_LOG.removeFilter(hear)
             self._errors.file.close()
             self._loop.close()
 

@@ -105,6 +105,29 @@ raise SystemExit(3)
     assert "tangerine" not in written + violation.remedy
 
 
+FLOODS = {
+    "standard error": ("sys.stderr.write('x' * 1000)", r"within 3 s; it wrote: x{500}"),
+    "standard output": (
+        "print('api_key=quince-88-fig hello', number)",
+        "were no messages: 'api_key=<redacted> hello 0'",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", FLOODS)
+def test_a_server_that_floods_is_ended_at_its_deadline_and_quoted_once(
+    stream: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write, told = FLOODS[stream]
+    program = f"import sys\nfor number in range(1 << 40): {write}"
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=told):
+        tool_schemas([mcp(command=[sys.executable, "-c", program], timeout_s=3.0)])
+    assert time.monotonic() - begin < 20.0
+    assert len(caplog.messages) == (stream == "standard output")
+    assert "Traceback" not in caplog.text + capfd.readouterr().err
+
+
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"pip install 'mcp[<>]"):

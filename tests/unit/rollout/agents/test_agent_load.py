@@ -76,7 +76,12 @@ def test_characters_are_counted_before_there_are_tokens(
 ) -> None:
     rendered: list[int] = []
     first_prompt = ChatTokens.first_prompt
-    monkeypatch.setattr(ChatTokens, "first_prompt", lambda *given: rendered.append(1) or first_prompt(*given))
+
+    def render(*given: Any) -> TokenIds:
+        rendered.append(1)
+        return first_prompt(*given)
+
+    monkeypatch.setattr(ChatTokens, "first_prompt", render)
     text = "ab c" * (size * chat().longest_token // 4) + "."
     function = {"type": "function", "function": {"name": "f", "description": text}}
     body = {"messages": [user(text)]} if place == "content" else {"tools": [function]}
@@ -104,7 +109,7 @@ def test_a_long_prompt_keeps_its_own_session_in_order_and_no_other_waiting(monke
         engine = FakeEngine(drawn)
         async with opened(Session(episode(engine))) as long, opened(Session(episode(FakeEngine(drawn)))) as short:
             first = asyncio.ensure_future(says(long, messages=[user("ab c" * 30_000)]))
-            while not http_server_is_busy(first):
+            while not is_being_read(first):
                 await asyncio.sleep(0.1)
             second = asyncio.ensure_future(says(long))
             assert (await says(short)).status_code == 200
@@ -117,7 +122,7 @@ def test_a_long_prompt_keeps_its_own_session_in_order_and_no_other_waiting(monke
     assert long > short
 
 
-def http_server_is_busy(first: asyncio.Future[Any]) -> bool:
+def is_being_read(first: asyncio.Future[Any]) -> bool:
     assert not first.done()
     return any(each.name == "agents-long-prompts" for each in threading.enumerate())
 
