@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
     "curriculum": ("examples/curriculum/train.py", "seed={seed}", "output_dir={folder}/run"),
     "gymnasium_frozenlake": ("examples/gymnasium_frozenlake/train.py", "--seed={seed}", "--output={folder}"),
+    "guess_number": ("examples/guess_number.py", "seed={seed}", "output_dir={folder}/run"),
     "reward_function": ("examples/reward_function.py", "seed={seed}", "output_dir={folder}/run"),
     "vlm_colours": ("examples/vlm_colours/train.py", "--seed={seed}", "--output={folder}"),
     "tools": ("examples/tools.py", "--seed={seed}", "--output={folder}"),

@@ -37,7 +37,11 @@ def records_of(folder: Path, *arguments: str, run: str = "run") -> list[dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "component"),
-    [("reward_function.py", "reward/score/mean"), ("curriculum/train.py", "curriculum/tried")],
+    [
+        ("reward_function.py", "reward/score/mean"),
+        ("curriculum/train.py", "curriculum/tried"),
+        ("guess_number.py", "reward/mean"),
+    ],
 )
 def test_an_example_trains_two_steps(tmp_path: Path, program: str, component: str) -> None:
     records = records_of(tmp_path, str(ROOT / "examples" / program), *SMALL, f"output_dir={tmp_path}/run")
