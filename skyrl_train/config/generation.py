@@ -168,9 +168,11 @@ class GeneratorConfig:
     weight_change_tolerance: Forks[Annotated[float, Range(0.0)]] = 0.0
     """With full_sync_every: values that are at most so far from what the engines have of them are not sent either, so that
     engines are never further from the trainer. 0 sends every value that changed in any bit."""
-    verify_weight_sync: Free[bool] = False
-    """After each sync, not the first alone, compare the engine's log-probabilities of a probe with the trainer's, and stop
-    where they drift. For engines on devices of their own, which a custom one says with `@reads(own_devices=True)`."""
+    verify_weight_sync: Free[bool | None] = None
+    """Compare how far an engine's log-probabilities of a probe (16 tokens after 256) moved with how far the trainer's did,
+    and stop where they did not move alike. null: after the first ten syncs and every 50th. true: after each, and the
+    difference is held to `weight_sync_tolerance`. false: the first sync's difference alone. For engines on devices of their
+    own, which a custom one says with `@reads(own_devices=True)`."""
     weight_sync_tolerance: Free[PositiveFloat] = 0.001
     """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2. The
     probe of the first sync allows 0.5 where types are not float32 on a CPU."""

@@ -222,11 +222,11 @@ def _records(
     tokenizer: PreTrainedTokenizerBase,
 ) -> SyncRecords:
     """Of engines that compute apart from the trainer, which a probe is sent to."""
-    probe = WeightSyncProbe(
-        engines=engines, sharing=sharing, settings=probe_settings(config, vocabulary=len(tokenizer))
-    )
-    file = Path(config.output_dir) / "weight_sync.jsonl"
-    return SyncRecords(file, probe, verify_each=config.generator.verify_weight_sync)
+    probe = WeightSyncProbe(engines, sharing, probe_settings(config, vocabulary=len(tokenizer)))
+    file, verify_each = Path(config.output_dir) / "weight_sync.jsonl", config.generator.verify_weight_sync
+    if config.generator.weight_change_tolerance and verify_each is None:
+        verify_each = False  # what is left out on purpose keeps engines behind
+    return SyncRecords(file, probe, verify_each=verify_each)
 
 
 def probe_settings(config: Config, *, vocabulary: int) -> ProbeSettings:
@@ -240,6 +240,7 @@ def probe_settings(config: Config, *, vocabulary: int) -> ProbeSettings:
         max_context_length=config.generator.max_context_length,
         temperature=config.generator.sampling.temperature,
         tolerance=tolerance(config),
+        verifies_each=bool(config.generator.verify_weight_sync),
         model=f"{model.path} ({model_type})",
     )
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
@@ -14,14 +19,24 @@ from skyrl_train.endpoints import Endpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.seeding import derive_seed
-from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import UpdatableEngine
+from skyrl_train.weight_sync.transport import Probed
 from skyrl_train.weights import ModelWeights, Scores
+
+logger = logging.getLogger(__name__)
 
 _MAX_PROMPT_TOKENS = 256
 """More than a block of the prefix cache, so that keys and values of older weights would be found."""
 _NEW_TOKENS = 16
+_LEAST_NOISE = 1e-5
+"""What float32 may make of a log-probability, in nats, where an engine happens to agree to the bit."""
+_TIMES_NOISE = 6.0
+"""Of what rounding makes as loaded is accepted later."""
+_SHARE = 0.002
+"""And of the trainer's movement; what comes late in the model, such as its last norm, is 0.005 to 0.03 of it."""
+_TOLD_AFTER = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,68 +53,141 @@ class ProbeSettings:
     temperature: float
     """Temperature of training rollouts."""
     tolerance: float
-    """Largest difference of a log-probability that is accepted."""
+    """Largest difference of a log-probability that is accepted after the first sync."""
+    verifies_each: bool = False
+    """It holds after each sync."""
     model: str
     """Path and architecture, for messages."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Answer(NamedTuple):
+    """What an engine sampled after the probe's prompt."""
+
+    token_ids: tuple[int, ...]
+    scores: Tensor
+    """What the trainer's weights of then say of each token."""
+    distance: float
+    """Of the engine's log-probabilities from that."""
+
+
 class WeightSyncProbe:
-    """Compares each engine with the trainer; call it after a sync."""
+    """Asks engines the same before the first sync, as version -1, and after syncs. That an engine agrees with the trainer
+    says nothing while both are as loaded: it has to move as the trainer does. The trainer's movement is counted from the
+    engine's last answer that showed it, so that small steps add up until they exceed what rounding makes."""
 
-    engines: Callable[[], Endpoint[UpdatableEngine]]
-    """Gives those that live."""
-    sharing: DeviceSharing
-    settings: ProbeSettings
+    def __init__(
+        self, engines: Callable[[], Endpoint[UpdatableEngine]], sharing: DeviceSharing, settings: ProbeSettings
+    ) -> None:
+        """`engines` gives those that live."""
+        self._engines, self._sharing, self._settings = engines, sharing, settings
+        self._loaded: dict[str, _Answer] = {}
+        """Of each engine before the first sync; empty where engines quantize what they are sent."""
+        self._shown: dict[str, _Answer] = {}
+        self._noise, self._num_unseen = _LEAST_NOISE, 0
 
-    def __call__(self, weights: ModelWeights, version: int) -> float | None:
-        """Return the largest difference of a log-probability; None for weights of no model, with which nothing can be
-        compared. Raises EngineError where it exceeds the tolerance."""
+    def __call__(self, weights: ModelWeights, version: int) -> Probed | None:
+        """Return what was measured; None for weights of no model, with which nothing can be compared. Raises EngineError
+        where an engine is further from the trainer than the tolerance, or did not move as it did."""
         if weights.scores is None:
             return None
         request = self._request(version)
-        worst = 0.0
-        limit = self.settings.tolerance
-        self.sharing.engines()
-        engines = self.engines()
+        scores = _scores(weights.scores, request.prompt_token_ids)
+        answers, worst = self._ask(request, version, scores)
+        if version < 0:
+            self._loaded = answers if math.isfinite(self._settings.tolerance) else {}
+            return Probed(probe_difference=worst)
+        is_first = not self._shown
+        largest, unseen = 0.0, False
+        for name, answer in answers.items():
+            before = self._shown.setdefault(name, answer)
+            moved = _size(scores(before.token_ids) - before.scores)
+            if is_first:
+                self._require_moved(name, answer, 0.0, max(_LEAST_NOISE, self._loaded.get(name, answer).distance))
+                self._noise = max(self._noise, answer.distance)
+            self._require_moved(name, answer, moved, self._noise)
+            if moved * (1 - _SHARE) > (_TIMES_NOISE + 1) * self._noise:
+                self._shown[name] = answer
+            else:
+                unseen = not is_first
+            largest = max(largest, moved)
+        self._num_unseen = self._num_unseen + 1 if unseen else 0
+        if self._num_unseen == _TOLD_AFTER:
+            logger.warning(
+                f"in {_TOLD_AFTER} probed weight syncs the trainer's log-probabilities moved by {largest:.2g} nats a token, "
+                f"which rounding ({self._noise:.2g}) may hide: whether engines get the weights cannot be seen yet. Is the "
+                "learning rate as it should be? float32 shows smaller steps"
+            )
+        return Probed(
+            probe_difference=worst, probe_moved=largest, probe_noise=self._noise, probe_unseen=self._num_unseen
+        )
+
+    def _ask(
+        self, request: GenerationRequest, version: int, scores: Callable[[tuple[int, ...]], Tensor]
+    ) -> tuple[dict[str, _Answer], float]:
+        """Return the answer of each engine, by its name, and the largest difference of a log-probability."""
+        settings = self._settings
+        limit = settings.tolerance if settings.verifies_each or not self._shown else math.inf
+        self._sharing.engines()
+        engines = self._engines()
+        answers, worst = {}, 0.0
         for name, answer in zip(engines.names, engines.ask(UpdatableEngine.generate, "sync", request)):
-            rows = self.settings.vocabulary_size
+            rows = settings.vocabulary_size
             output = check_answer(answer, request, vocabulary_size=rows, versions=(version, version))
-            difference = _difference(weights.scores, request, output)
-            if not difference <= limit:
+            own = scores(output.token_ids)
+            residual = torch.tensor(output.logprobs).double() - own
+            difference = float(residual.abs().max())
+            if version >= 0 and not difference <= limit:
                 raise EngineError(
                     f"{name}: after the sync to version {version} its log-probabilities differ from the trainer's by up "
                     f"to {difference:.3g}, more than {limit:g} (generator.weight_sync_tolerance). It does not compute with "
-                    f"the trainer's weights of {self.settings.model}, or in another type (generator.vllm.dtype). Try "
+                    f"the trainer's weights of {settings.model}, or in another type (generator.vllm.dtype). Try "
                     "generator=hf, or another version of vLLM"
                 )
             worst = max(worst, difference)
-        return worst
+            answers[name] = _Answer(output.token_ids, own, _size(residual))
+        return answers, worst
+
+    def _require_moved(self, name: str, answer: _Answer, moved: float, noise: float) -> None:
+        if not answer.distance <= _TIMES_NOISE * noise + _SHARE * moved:
+            raise EngineError(
+                f"{name}: after a weight sync its log-probabilities are {answer.distance:.2g} nats a token from the "
+                f"trainer's, which moved by {moved:.2g}, and rounding makes {noise:.2g}. It does not take all weights or "
+                f"the adapter, or some in the wrong place ({self._settings.model}), or its prefix cache older keys. "
+                "Try generator.vllm.lora_sync=merged, generator.full_sync_every=1, generator.vllm.engine_args="
+                "{enable_prefix_caching: false}, or another version of vLLM; generator.verify_weight_sync=false looks once"
+            )
 
     def _request(self, version: int) -> GenerationRequest:
-        numbers = random.Random(derive_seed(self.settings.seed, "weight_sync_probe"))
-        room = self.settings.max_context_length - _NEW_TOKENS
+        settings = self._settings
+        numbers = random.Random(derive_seed(settings.seed, "weight_sync_probe"))
+        room = settings.max_context_length - _NEW_TOKENS
         return GenerationRequest(
             request_id=f"weight-sync-probe-{version}",
             prompt_token_ids=tuple(
-                numbers.randrange(self.settings.vocabulary) for _ in range(max(1, min(room, _MAX_PROMPT_TOKENS)))
+                numbers.randrange(settings.vocabulary) for _ in range(max(1, min(room, _MAX_PROMPT_TOKENS)))
             ),
-            sampling=SamplingParams(temperature=self.settings.temperature, max_generate_length=_NEW_TOKENS),
-            seed=derive_seed(self.settings.seed, "weight_sync_probe", version),
+            sampling=SamplingParams(temperature=settings.temperature, max_generate_length=_NEW_TOKENS),
+            seed=derive_seed(settings.seed, "weight_sync_probe"),
         )
 
 
-def _difference(scores_of: Scores, request: GenerationRequest, output: GenerationOutput) -> float:
-    scores = scores_of(probe_row(request.prompt_token_ids, output))
-    return float((scores[-len(output.token_ids) :].double() - torch.tensor(output.logprobs).double()).abs().max())
+def _scores(scores_of: Scores, prompt: tuple[int, ...]) -> Callable[[tuple[int, ...]], Tensor]:
+    """Return what gives the trainer's log-probabilities of an answer, and scores equal ones once."""
+    return cache(lambda answer: scores_of(probe_row(prompt, answer))[-len(answer) :].double().cpu())
 
 
-def probe_row(prompt: tuple[int, ...], output: GenerationOutput) -> TrainingInputBatch:
+def _size(values: Tensor) -> float:
+    """Mean size without the largest eighth: where rounding decides between experts, a token moves by much."""
+    sizes = values.abs().sort().values
+    return float(sizes[: len(sizes) - len(sizes) // 8].mean())
+
+
+def probe_row(prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainingInputBatch:
     """Return the row that a trainer scores: the prompt, and what an engine sampled after it."""
-    num_tokens = len(prompt) + len(output.token_ids)
+    num_tokens = len(prompt) + len(answer)
     return TrainingInputBatch(
         token_columns={
-            "input_ids": torch.tensor([*prompt, *output.token_ids], dtype=torch.int32),
+            "input_ids": torch.tensor([*prompt, *answer], dtype=torch.int32),
             "loss_mask": torch.arange(num_tokens) >= len(prompt),
             "rewards": torch.zeros(num_tokens),
         },
@@ -111,5 +199,5 @@ def probe_row(prompt: tuple[int, ...], output: GenerationOutput) -> TrainingInpu
             "is_padding": torch.zeros(1, dtype=torch.bool),
         },
         row_offsets=offsets_of(torch.tensor([num_tokens])),
-        metadata=BatchMetadata(uids=("probe",), global_step=0, weight_version=output.weight_versions[-1].version),
+        metadata=BatchMetadata(uids=("probe",), global_step=0, weight_version=0),
     )

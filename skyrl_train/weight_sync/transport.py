@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,47 +16,70 @@ from skyrl_train.weight_sync.receiver import UpdatableEngine, wire_dtype
 from skyrl_train.weight_sync.transports import Route, RouteSettings, Transport, shared_memory
 from skyrl_train.weights import ModelWeights, Update
 
-Verify = Callable[[ModelWeights, int], float | None]
-"""Compares engines with the trainer after a sync of these weights to that version: the largest difference found; None where
+PROBED_SYNCS = 10
+"""The first so many, then every `PROBED_EVERY`th."""
+PROBED_EVERY = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What a sync's probe measured, in nats; None where none was sent."""
+
+    probe_difference: float | None = None
+    """Largest difference of a log-probability between an engine and the trainer."""
+    probe_moved: float | None = None
+    """Change of the trainer's, a mean over tokens, since an engine's last answer that was seen to be right."""
+    probe_noise: float | None = None
+    """What rounding makes of that mean."""
+    probe_unseen: int | None = None
+    """Probes in a row whose movement was too small to be told from rounding."""
+
+
+Verify = Callable[[ModelWeights, int], Probed | None]
+"""Compares engines with the trainer after a sync of these weights to that version, or with -1 before the first; None where
 there is nothing to compare with. Raises EngineError."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncRecord:
+class SyncRecord(Probed):
     """What one sync did; a line of `weight_sync.jsonl`."""
 
     version: int
     seconds: float
     num_bytes: int
     num_engines: int
-    probe_difference: float | None
-    """Largest difference of a probe's log-probabilities; None where none was sent."""
     probe_seconds: float | None
     """What the probe took; not in `seconds`."""
 
 
 class SyncRecords:
-    """Has the first sync of a run verified always, since an engine that cannot take this model's weights says nothing
-    itself, the others where it was asked for, and writes a line for each."""
+    """Has syncs verified, since an engine that does not take the weights says nothing itself, and writes a line for each."""
 
-    def __init__(self, file: Path | None, verify: Verify | None = None, *, verify_each: bool = True) -> None:
+    def __init__(self, file: Path | None, verify: Verify | None = None, *, verify_each: bool | None = True) -> None:
         """`file`: None writes nothing. `verify_each`: `generator.verify_weight_sync`."""
         self._file, self._verify, self._verify_each = file, verify, verify_each
-        self._is_first = True
+        self._count = 0
+
+    def begin(self, weights: ModelWeights) -> None:
+        """A sync comes. Before the first one engines are asked as they were loaded, where no tolerance is given."""
+        if self._verify is not None and self._count == 0 and self._verify_each is None:
+            with suppress(EngineError):  # of an engine that cannot answer yet
+                self._verify(weights, -1)
 
     def add(self, weights: ModelWeights, version: int, *, started: float, num_bytes: int, num_engines: int) -> None:
         """A sync that began at `started`, of `time.monotonic()`, and is over. Raises EngineError where it is refused."""
         synced = time.monotonic()
-        wanted = self._verify_each or self._is_first
-        difference = self._verify(weights, version) if self._verify is not None and wanted else None
-        self._is_first = False
+        often = self._verify_each is None and (self._count < PROBED_SYNCS or self._count % PROBED_EVERY == 0)
+        wanted = self._verify_each or often or self._count == 0
+        found = self._verify(weights, version) if self._verify is not None and wanted else None
+        self._count += 1
         record = SyncRecord(
             version=version,
             seconds=synced - started,
             num_bytes=num_bytes,
             num_engines=num_engines,
-            probe_difference=difference,
-            probe_seconds=None if difference is None else time.monotonic() - synced,
+            probe_seconds=None if found is None else time.monotonic() - synced,
+            **vars(found or Probed()),
         )
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
@@ -108,6 +131,7 @@ class WeightSync:
         """Bring weights to all engines. Raises EngineError, ActorError or DeadlineError naming the engine: an engine to
         which anything happens between begin and finish never computes again."""
         self._sharing.wait_ready()
+        self._records.begin(weights)
         started = time.monotonic()
         with self._quiet(), self._sharing.syncing():
             engines = self._engines()

@@ -152,11 +152,16 @@ def outcome(name: str, folder: Path) -> dict[str, float]:
     # After the trainer's model: vLLM puts activations of its own into transformers.
     engine = VLLMEngine(engine_settings(config))
     endpoint = LocalEndpoint[UpdatableEngine](engine)
-    probe = WeightSyncProbe(
-        engines=lambda: endpoint, sharing=DeviceSharing(), settings=probe_settings(config, vocabulary=VOCABULARY)
-    )
+    ask = WeightSyncProbe(lambda: endpoint, DeviceSharing(), probe_settings(config, vocabulary=VOCABULARY))
+
+    def probe(version: int) -> float:
+        found = ask(learner.weights(), version)
+        assert found is not None
+        assert found.probe_difference is not None
+        return found.probe_difference
+
     try:
-        found = {"loaded": probe(learner.weights(), -1)}  # nothing was sent yet
+        found = {"loaded": probe(-1)}  # nothing was sent yet
         for version in (1, 2):
             generator = torch.Generator().manual_seed(version)
             for parameter in trained.parameters.values():
@@ -166,7 +171,7 @@ def outcome(name: str, folder: Path) -> dict[str, float]:
             for bucket in in_buckets(weights):
                 engine.update(bucket)
             engine.finish_update(version, len(weights))
-            found[f"sync_{version}"] = probe(learner.weights(), version)
+            found[f"sync_{version}"] = probe(version)
         return found
     finally:
         engine.close()

@@ -38,9 +38,7 @@ def sync_of(
 ) -> WeightSync:
     """As of a run whose engines share no devices with the models; each sync is verified."""
     vocabulary = len(load_tokenizer(config.model))
-    probe = WeightSyncProbe(
-        engines=group.living, sharing=sharing, settings=probe_settings(config, vocabulary=vocabulary)
-    )
+    probe = WeightSyncProbe(group.living, sharing, probe_settings(config, vocabulary=vocabulary))
     settings = RouteSettings(
         files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0, full_sync_every=full_sync_every
     )

@@ -28,7 +28,7 @@ from skyrl_train.weight_sync.cuda_ipc import import_copy
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
 from skyrl_train.weight_sync.sender import RankSender
-from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
+from skyrl_train.weight_sync.transport import Probed, SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import RouteSettings
 from skyrl_train.weights import Bucket, ModelWeights, WeightSender, tensors_of, unpack
 from tests.support.learner_cases import save_tiny_model
@@ -138,7 +138,7 @@ class Parts:
     folder: Path
 
     def sync(
-        self, way: str = "auto", verify: Callable[[int], float | None] = lambda version: None, **changes: Any
+        self, way: str = "auto", verify: Callable[[int], Probed | None] = lambda version: None, **changes: Any
     ) -> WeightSync:
         records = SyncRecords(self.folder / "weight_sync.jsonl", lambda _, version: verify(version), verify_each=False)
         settings = RouteSettings(files=self.folder / "weights", node_folder=self.folder, timeout_s=5.0)
@@ -209,7 +209,7 @@ def test_another_version_than_was_sent_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_first_sync_is_probed(tmp_path: Path) -> None:
     seen: list[int] = []
-    sync = around(PretendedEngine(), tmp_path).sync(verify=lambda v: float(seen.append(v) or 0.5))
+    sync = around(PretendedEngine(), tmp_path).sync(verify=seen.append)
     for version in range(3):
         sync.sync(Model().weights(), version)
     assert seen == [0]

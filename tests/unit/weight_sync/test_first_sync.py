@@ -1,4 +1,4 @@
-"""Which syncs are probed: the first of a run always, the others where it was asked for."""
+"""Which syncs are probed: the first of a run always, the first ten and every 50th unless something else was asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.runs.build_engines import tolerance
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import UpdatableEngine
-from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
+from skyrl_train.weight_sync.transport import Probed, SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import RouteSettings, shared_memory
 from skyrl_train.weights import Bucket, stored_weights
 
@@ -36,7 +36,7 @@ class FakeEngine(UpdatableEngine):
         return version
 
 
-def sync_in(folder: Path, verify: Callable[[int], float | None], *, each: bool) -> WeightSync:
+def sync_in(folder: Path, verify: Callable[[int], Probed | None], *, each: bool | None) -> WeightSync:
     engine = LocalEndpoint[UpdatableEngine](FakeEngine())
     records = SyncRecords(folder / "weight_sync.jsonl", lambda _, version: verify(version), verify_each=each)
     sharing = DeviceSharing(None, shared=False, record_file=folder / "turns.jsonl")
@@ -44,20 +44,40 @@ def sync_in(folder: Path, verify: Callable[[int], float | None], *, each: bool) 
     return WeightSync(lambda: engine, shared_memory, settings, sharing, records)
 
 
-@pytest.mark.parametrize(("each", "probed"), [(False, [0]), (True, [0, 1, 2])])
-def test_the_first_sync_is_probed_and_the_others_where_asked(tmp_path: Path, each: bool, probed: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("each", "probed"), [(None, [-1, *range(10), 50, 100]), (False, [0]), (True, list(range(101)))]
+)
+def test_the_first_syncs_are_probed_and_others_now_and_then(
+    tmp_path: Path, each: bool | None, probed: list[int]
+) -> None:
     seen: list[int] = []
-    transport = sync_in(tmp_path, lambda version: float(seen.append(version) or 0.25), each=each)
-    for version in range(3):
+
+    def verify(version: int) -> Probed:
+        seen.append(version)
+        return Probed(probe_difference=0.25, probe_moved=0.5)
+
+    transport = sync_in(tmp_path, verify, each=each)
+    for version in range(101):
         transport.sync(stored_weights({"weight": torch.ones(4)}), version)
-    assert seen == probed
+    assert seen == probed, "-1 is of the engines as they were loaded"
     records = [json.loads(line) for line in (tmp_path / "weight_sync.jsonl").read_text().splitlines()]
-    assert [record["probe_difference"] for record in records] == [0.25 if v in probed else None for v in range(3)]
-    assert [record["probe_seconds"] is not None for record in records] == [version in probed for version in range(3)]
+    expected = [(0.25, 0.5) if version in probed else (None, None) for version in range(101)]
+    assert [(record["probe_difference"], record["probe_moved"]) for record in records] == expected
+    assert [record["probe_seconds"] is not None for record in records] == [version in probed for version in range(101)]
+
+
+def test_an_engine_that_cannot_answer_before_its_first_weights_gets_them(tmp_path: Path) -> None:
+    def verify(version: int) -> None:
+        if version < 0:
+            raise EngineError("no weights yet")
+
+    transport = sync_in(tmp_path, verify, each=None)
+    transport.sync(stored_weights({"weight": torch.ones(4)}), 0)
+    assert transport.version == 0
 
 
 def test_a_first_sync_that_fails_its_probe_ends_the_run(tmp_path: Path) -> None:
-    def refuse(version: int) -> float:
+    def refuse(version: int) -> Probed:
         raise EngineError(f"wrong weights in version {version}")
 
     transport = sync_in(tmp_path, refuse, each=False)
