@@ -108,7 +108,9 @@ class Ranks:
         return self.sequence_parallel_size * self.tensor_parallel_size
 
 
-def save_models(folder: Path, families: Mapping[str, Mapping[str, Any]] = PLAIN_FAMILIES) -> None:
+def save_models(
+    folder: Path, families: Mapping[str, Mapping[str, Any]] = PLAIN_FAMILIES, *, num_layers: int = 2
+) -> None:
     """A random model of each family, with what its config has of its own, and half as many key and value heads as heads."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -119,7 +121,7 @@ def save_models(folder: Path, families: Mapping[str, Mapping[str, Any]] = PLAIN_
             vocab_size=50,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=8,
@@ -146,6 +148,8 @@ def make_learner(folder: Path, case: Case, strategy: ModelStrategy) -> PolicyLea
         for name, parameter in adapter_tensors(model).items():
             if ".lora_B." in name:  # which starts at 0, and A without a gradient
                 torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    if case.family.endswith("moe"):
+        model.set_experts_implementation("eager")  # grouped products are of other types
     make_double(model)
     engine = ModelEngine(
         model, name=case.role, micro_batching=fixed_rows(4), optimizer=OptimizerConfig(), strategy=strategy

@@ -21,6 +21,12 @@ def test_samples_of_one_prompt_and_later_turns_go_to_the_same_engine() -> None:
     assert router.choose((*PROMPT, 1, 2, 3), [2, 0], {0, 1}) == first
 
 
+def test_a_block_behind_another_beginning_is_not_the_same_block() -> None:
+    router = PrefixRouter(max_lead=8)
+    assert router.choose(PROMPT, [0, 5], {0, 1}) == 0
+    assert router.choose((*OTHER[:64], *PROMPT[64:]), [5, 0], {0, 1}) == 1
+
+
 def test_an_unknown_prompt_goes_to_the_least_busy_engine() -> None:
     router = PrefixRouter(max_lead=8)
     assert router.choose(PROMPT, [3, 1, 2], {0, 1, 2}) == 1

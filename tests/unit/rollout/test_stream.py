@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,26 @@ def test_seeds_derive_from_the_prompts_ordinal(make_stream: MakeStream) -> None:
     both = before.keys() & after.keys()
     assert len(both) == 4
     assert {name: before[name] for name in both} == {name: after[name] for name in both}
+
+
+def test_a_group_that_a_resumed_run_takes_up_is_due_by_the_version_at_which_it_began(
+    make_stream: MakeStream, tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "journal_0.jsonl", prompts="p")
+    for ordinal in (2, 3):
+        journal.begin(ordinal, 0)
+    journal.close()
+    engine = FakeEngine(answer)
+    prompts = [*make_prompts(2), *make_prompts(4, hang_in="step")[2:], *make_prompts(6)[4:]]
+    stream, _ = make_stream(engine, prompts)
+    stream.begin(version=1, settled=Settled(frontier=2))
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(stream.take)
+        wait_until(lambda: len(engine.requests) == 8)
+        time.sleep(0.2)
+        assert not taken.done(), "groups 4 and 5 have ended, and those of version 0 are due first"
+        FakeEnvironment.release.set()
+        assert sorted(uids(taken.result(timeout=10.0))) == ["p2", "p3"]
 
 
 def test_an_evaluation_is_answered_while_groups_are_in_flight(make_stream: MakeStream) -> None:
