@@ -30,6 +30,7 @@ LAYOUT, THREADS, LR, SFT_LR = (
 CONTEXT, MICRO_BATCHING = "generator.max_context_length", "trainer.micro_batching"
 TOKENS, FORWARD_TOKENS = "trainer.max_tokens_per_microbatch", "trainer.max_tokens_per_forward_microbatch"
 VALIDATION, BACKGROUND = "data.max_validation_prompts", "trainer.background_checkpoints"
+ENGINE_ROWS = "generator.max_batch_size"
 _SIZES = (
     "train_batch_size",
     "policy_mini_batch_size",
@@ -45,6 +46,7 @@ RL_DERIVED = (
     FORWARD_TOKENS,
     LR,
     VALIDATION,
+    ENGINE_ROWS,
     BACKGROUND,
     LAYOUT,
     THREADS,
@@ -120,6 +122,7 @@ def derive(stated: Settings, situation: Situation) -> dict[str, Any]:
         **_token_caps(situation, longest=0),
         LR: _rate(stated, situation),
         VALIDATION: 200 if situation.is_bounded else 0,
+        ENGINE_ROWS: 64 if situation.is_bounded else 256,  # an evaluation's keys and values would exceed what a step takes
         BACKGROUND: not situation.is_bounded,  # the copy that is written from would be a third of what a run holds
         LAYOUT: "auto",
         THREADS: _threads(stated, situation),
