@@ -18,6 +18,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from skyrl_train.telemetry.files import keep_private
 from skyrl_train.telemetry.redaction import REDACTED, RedactingFormatter, learn_secrets, redact
 from skyrl_train.telemetry.run_log import log_once
 
@@ -44,6 +45,8 @@ class RedactedFiles(Callback):
         clean_logging()
         hydra = content.pop("hydra")
         folder = Path(config.hydra.runtime.output_dir) / FOLDER
+        if config.get("output_access", "owner") == "owner":
+            keep_private(folder.parent)
         folder.mkdir(parents=True, exist_ok=True)
         files = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
         for name, value in files.items():

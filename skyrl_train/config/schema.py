@@ -346,6 +346,8 @@ class RunConfig:
     then identical, as it always is on a CPU. Slower; without it rounding may differ, but not data, prompts and seeds."""
     output_dir: Free[str] = "outputs"
     """Where the run writes; Hydra's run folder unless stated (`hydra.run.dir=...` moves it)."""
+    output_access: Free[Literal["owner", "umask"]] = "owner"
+    """Who may read a new run folder and its files. owner: its owner alone (0700, 0600); umask: as the system says."""
     derived: Free[tuple[str, ...]] = ()
     """What nobody stated and follows from the model and the machine, and why: lines that the composition fills in."""
     platform: LayoutOnly[PlatformConfig] = field(default_factory=PlatformConfig)

@@ -21,6 +21,7 @@ from skyrl_train.rollout.env_variables import told_missing
 from skyrl_train.rollout.plain_data import MAX_METRIC_NAME, number_in, numbers_only, plain, scalar
 from skyrl_train.rollout.tools.toolbox import Schema, is_content
 from skyrl_train.telemetry.json_text import is_text, shown
+from skyrl_train.telemetry.redaction import redact_text
 from skyrl_train.types import ChatMessage, Failure, FailureKind
 from skyrl_train.user_code import error_text, own_line
 
@@ -64,7 +65,7 @@ class Broken(Exception):
         self.message = message
 
     def to_failure(self, turn_index: int) -> Failure:
-        return Failure(kind=self.kind, message=self.message, turn_index=turn_index)
+        return Failure(kind=self.kind, message=redact_text(self.message), turn_index=turn_index)
 
 
 def describe(error: BaseException) -> str:

@@ -74,12 +74,12 @@ class Parts(ExitStack):
             self._console.warn(f"{name} failed: {type(error).__name__}: {error}")
 
 
-def open_folder(output_dir: str) -> RunFolder:
+def open_folder(config: RunConfig) -> RunFolder:
     """Return the run's folder, which exists from here on. Raises SkyrlTrainError where it cannot be made."""
     from skyrl_train.telemetry.run_folder import RunFolder
 
-    folder = RunFolder(Path(output_dir))
-    folder.create()
+    folder = RunFolder(Path(config.output_dir))
+    folder.create(private=config.output_access == "owner")
     return folder
 
 

@@ -39,7 +39,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     from skyrl_train.telemetry.console import RunConsole
 
     console = RunConsole()
-    folder = open_folder(config.output_dir)
+    folder = open_folder(config)
     console.header(f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", describe(config))
     rows = read_all_rows(config)
     prepare_process(config)

@@ -44,7 +44,7 @@ def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
     """Run with a `run.log` in the run's folder, as commands do; return what the folder then holds."""
     from skyrl_train.runs.common import open_folder
 
-    folder = open_folder(config.output_dir)
+    folder = open_folder(config)
     with _logged(config, folder):
         run(config)
     from skyrl_train.telemetry.metrics_log import read_metrics

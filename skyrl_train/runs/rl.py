@@ -98,7 +98,7 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody, only_looks: bool = Fal
     from skyrl_train.telemetry.console import RunConsole
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
-    folder = open_folder(config.output_dir)
+    folder = open_folder(config)
     console.header(f"skyrl_train: {config.run_name}", describe(config))
     rows = read_all_rows(config)
     prepare_process(config)

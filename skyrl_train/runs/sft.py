@@ -65,7 +65,7 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
     from skyrl_train.trainers.sft_samples import cut_samples_after
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
-    folder = open_folder(config.output_dir)
+    folder = open_folder(config)
     promise = resume_promise(config)
     held_out = f"held out    {', '.join(config.data.held_out) or 'none'}"
     console.header(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ DISK_TIMEOUT_S = 1800.0
 FileSums = Mapping[str, tuple[int, str]]
 """Size in bytes and SHA-256 sum in hexadecimal digits of files, by their names within a folder."""
 _BLOCK_BYTES = 1 << 20
+_OWNERS_ALONE = struct.pack("<I" + "HHI" * 3, 2, 1, 7, 2**32 - 1, 4, 0, 2**32 - 1, 32, 0, 2**32 - 1)
+"""An access list of Linux, version 2: the owner (1) may all (7), the group (4) and others (32) nothing."""
 
 
 def cache_folder(kind: str) -> Path:
@@ -30,6 +34,18 @@ def cache_folder(kind: str) -> Path:
     own = os.environ.get("SKYRL_TRAIN_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "skyrl_train"
     return (Path(own) if own else home).expanduser() / kind
+
+
+def keep_private(folder: Path) -> None:
+    """Have a new folder, which holds no more than a log, and all that any process makes in it be the owner's alone: 0700 and
+    0600, whatever the umask. Where the file system inherits no access lists, nobody else can enter the folder."""
+    begun = list(folder.iterdir())
+    if all(path.suffix == ".log" for path in begun):
+        with suppress(OSError, AttributeError):  # another owner's; not Linux
+            folder.chmod(0o700)
+            for path in begun:
+                path.chmod(0o600)
+            os.setxattr(folder, "system.posix_acl_default", _OWNERS_ALONE)
 
 
 def bring_to_disk(descriptor: int, path: Path) -> None:

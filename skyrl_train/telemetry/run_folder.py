@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.telemetry.files import sync_folder
+from skyrl_train.telemetry.files import keep_private, sync_folder
 from skyrl_train.telemetry.redaction import redact_text
 
 STATE_FILE = "trainer_state.json"
@@ -94,10 +94,13 @@ class RunFolder:
     mlflow = _Inside("mlflow")
     complete_file = _Inside("complete.json")
 
-    def create(self) -> None:
-        """Makes the folder. Raises SkyrlTrainError where that is impossible, before any time is spent on models."""
+    def create(self, *, private: bool = False) -> None:
+        """Makes the folder, `private` for its owner alone where it is new. Raises SkyrlTrainError where that is impossible,
+        before any time is spent on models."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            if private:
+                keep_private(self.root)
         except OSError as error:
             raise SkyrlTrainError(
                 f"output_dir={self.root} cannot be made ({error.strerror}). Choose another with output_dir=..."

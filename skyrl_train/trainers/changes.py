@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,11 +25,12 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import Violation
 from skyrl_train.registry import TARGET
-from skyrl_train.telemetry.redaction import redact
+from skyrl_train.telemetry.redaction import REDACTED, redact
 from skyrl_train.trainers.state import plain
 
 Flat = Mapping[str, Any]
 """Settings by their dotted names, as `flat_config` gives them."""
+_ANY_TEXT = r'(?:[^"\\]|\\.)*'
 ABSENT = object()
 """Stands for the value of an entry that a mapping of the user's does not have."""
 
@@ -157,8 +159,17 @@ def changes_since(recorded: Flat, settings: Flat, root: type) -> list[Change]:
             is_gone=_field_of(name, root) is None,
         )
         for name in sorted({*old, *new})
-        if old.get(name, ABSENT) != new.get(name, ABSENT)
+        if not _is_same(old.get(name, ABSENT), new.get(name, ABSENT))
     ]
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    """Whether two values are one, as far as is known: what was a secret to one process need not be to another."""
+    if was == now or ABSENT in (was, now):
+        return bool(was == now)
+    texts = [json.dumps(each, sort_keys=True) for each in (was, now)]
+    patterns = [_ANY_TEXT.join(map(re.escape, text.split(REDACTED))) for text in texts]
+    return any(re.fullmatch(pattern, other) for pattern, other in zip(patterns, reversed(texts)))
 
 
 def _redacted(flat: Flat) -> dict[str, Any]:

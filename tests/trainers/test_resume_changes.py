@@ -351,3 +351,24 @@ def test_code_in_a_file_that_was_changed_is_told_and_goes_on(tmp_path: Path) -> 
     assert note.startswith(f"{file} was changed (SHA-256 ")
     assert note.endswith("now): the run goes on with the code as it is")
     assert any(note.startswith(f"{file} was changed") for note in of_run.forked(config).notes)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "is_same"),
+    [
+        ({"at": "<redacted>"}, {"at": "plain-words-77"}, True),
+        ({"at": "plain-words-77"}, {"at": "http://<redacted>"}, False),
+        ({"at": "http://x/<redacted>/y", "n": 1}, {"at": "http://x/a/y", "n": 1}, True),
+        ({"at": "<redacted>", "n": 1}, {"at": "plain", "m": "more", "n": 1}, False),
+        ({"at": "<redacted>"}, {}, False),
+    ],
+)
+def test_what_one_process_takes_for_a_secret_and_another_does_not_is_no_change(
+    was: dict[str, object], now: dict[str, object], is_same: bool
+) -> None:
+    config = Config()
+    before, after = (
+        flat_config(replace(config, environment=replace(config.environment, env_class={"_target_": "my:Env", **each})))
+        for each in (was, now)
+    )
+    assert (changes_since(before, after, Config) == []) == is_same

@@ -62,6 +62,20 @@ def test_a_run_writes_into_its_own_folder_and_keeps_the_terminal_quiet(started, 
     assert (folder / ".hydra" / "overrides.yaml").read_text() == "- +experiment=gsm8k_multiturn\n"
 
 
+@pytest.mark.parametrize(("access", "log", "own"), [("owner", 0o600, 0o700), ("umask", 0o644, 0o755)])
+def test_nobody_else_reads_a_new_run_folder_unless_a_setting_says_so(
+    access: str,
+    log: int,
+    own: int,
+    started,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+) -> None:
+    os.umask(0o022)
+    assert started("hydra.run.dir=run", f"output_access={access}").returncode == 0
+    of = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run", *(tmp_path / "run").rglob("*"))}
+    assert (of["run"], of[".hydra"], of["run.log"], of["overrides.yaml"]) == (own, own, log, log)
+
+
 def test_a_look_takes_the_place_of_the_run_and_leaves_nothing_behind(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started("--look", "output_dir=chosen", "hydra.run.dir=chosen", "seed=1")
 

@@ -1,11 +1,18 @@
+import ast
+import base64
 import hashlib
+import json
 import logging
+import os
 import random
 import sys
 import uuid
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
+from skyrl_train import trainers
 from skyrl_train.config.fields import walk
 from skyrl_train.config.schema import Config
 from skyrl_train.telemetry import redaction
@@ -17,11 +24,12 @@ from skyrl_train.telemetry.redaction import (
     redact,
     redact_text,
 )
+from tests.support.planted_secrets import planted
 
 
 @pytest.fixture(autouse=True)
 def nothing_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_learned", set())
+    monkeypatch.setattr(redaction, "_learned", [])
 
 
 @pytest.mark.parametrize(
@@ -199,3 +207,77 @@ def test_logs_lose_secrets_tracebacks_included():
     said = formatter.format(record)
     assert said.startswith("ERROR with <redacted>\nTraceback")
     assert said.endswith("ValueError: refused <redacted>")
+
+
+def test_two_hundred_planted_secrets_of_forty_kinds_are_found_however_they_are_written():
+    secrets = list(planted())
+    assert (len(secrets), len({each.kind for each in secrets})) == (200, 40)
+    learn_arguments([], {each.name: each.text for each in secrets})
+    for each in secrets:
+        pair = base64.b64encode(f"me:{each.secret}".encode()).decode()
+        written = {
+            "as it is": (f"refused {each.text} twice", each.secret),
+            "alone": (each.secret, each.secret),
+            "within a URL": (f"https://h/x/{quote(each.text, safe='')}/y", quote(each.secret, safe="")),
+            "as JSON": (json.dumps({"said": each.text}), json.dumps(each.secret)[1:-1]),
+            "as Python": (f"ValueError({each.text!r})", repr(each.secret)[1:-1]),
+            "as base64": (f"Cookie {pair}", pair),
+        }
+        assert [how for how, (text, secret) in written.items() if secret in redact_text(text)] == [], each
+        assert each.secret not in json.dumps(redact({"place": [each.text]}), ensure_ascii=False), each
+
+
+def test_every_text_of_this_package_stays():
+    texts = sorted(
+        node.value
+        for path in Path(trainers.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "api_key" not in node.value
+    )
+    learn_arguments([], {each.kind: each.text for each in planted()})
+    changed = {text[:60] for text in texts if redact_text(text) != text}
+    assert len(texts) > 500
+    assert {text for text in changed if "-----BEGIN" not in text and "password=" not in text} == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "checkpoint step_3: KeyError: models is missing",
+        "missing token: step_3 of 4",
+        "secrets: `.hydra/*.yaml`, `multirun.yaml` of a sweep",
+        "https://example.org/search?key=colour&page=2",
+        "Authorization: required; cookie: none; signature: (completion, answer)",
+        "reward_function.py:12 in score: return scores[key=3]",
+    ],
+)
+def test_sentences_that_name_a_secret_without_one_stay(text):
+    assert redact_text(text) == text
+
+
+def test_common_values_of_variables_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "research-team-7")
+    learn_arguments(
+        [],
+        {
+            "PGPASSWORD": "research-team-7",
+            "AUTH": "disabled",
+            "KEY": "Production",
+            "TOKEN": "a1b2c3",
+            "GIT_COMMIT": "0f1e2d3c4b" * 4,
+            "JOB_NAME": "MyExperiment-Qwen2.5-7B-GRPO-20260101",
+            "POD": "trainer-6d4cf56db6-x7k2p",
+            "LS_COLORS": "rs=0:di=01;34:ln=01;36:mh=00:pi=40;33",
+            "JAVA_HOME": "/opt/Java17x64A1b2C3d4E5f6G7h8",
+        },
+    )
+    said = f"research-team-7 disabled Production a1b2c3 {'0f1e2d3c4b' * 4} MyExperiment-Qwen2.5-7B-GRPO-20260101"
+    assert redact_text(said) == said
+    assert redaction._learned == []
+
+
+def test_the_variable_that_a_setting_names_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_JUDGE", "plain words here")
+    learn_secrets({"environment": {"reward": {"_target_": "judge", "api_key_env": "OF_THE_JUDGE"}}})
+    assert redact_text("refused 'plain words here'") == "refused '<redacted>'"
+    assert os.environ["OF_THE_JUDGE"] == "plain words here"

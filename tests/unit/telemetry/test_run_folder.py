@@ -68,6 +68,32 @@ def test_later_checkpoints_are_set_aside(tmp_path):
     assert (tmp_path / "previous-1" / "checkpoints" / "step_000010").is_dir()
 
 
+def modes(root):
+    return {path.name: oct(path.stat().st_mode & 0o777) for path in (root, *root.rglob("*"))}
+
+
+def test_a_new_folder_and_all_that_is_made_in_it_later_is_the_owners_alone(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create(private=True)
+    folder.checkpoints.mkdir()
+    folder.metrics_file.touch()
+    subprocess.run(["sh", "-c", f"umask 022; mkdir {folder.export}; touch {folder.export}/weights"], check=True)
+    assert modes(folder.root) == {
+        "run": "0o700",
+        "checkpoints": "0o700",
+        "metrics.jsonl": "0o600",
+        "export": "0o700",
+        "weights": "0o600",
+    }
+
+
+def test_a_folder_that_holds_files_already_stays_as_open_as_it_is(tmp_path):
+    (tmp_path / "notes.txt").touch(0o644)
+    tmp_path.chmod(0o755)
+    RunFolder(tmp_path).create(private=True)
+    assert modes(tmp_path) == {tmp_path.name: "0o755", "notes.txt": "0o644"}
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SkyrlTrainError, match=r"output_dir=.*file/run cannot be made"):
