@@ -25,6 +25,7 @@ whose oldest token is of version `step - 1 - max_staleness` at least, and `sync`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ from skyrl_train.trainers.step_metrics import (
     engine_drift,
     equal_groups,
     rollout_metrics,
+    silence_pays,
     speed_metrics,
     step_totals,
 )
@@ -102,7 +104,8 @@ class PPOTrainer:
         self.curriculum, self.stream, self.capsules = curriculum, stream, capsules
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
-        self._told_equal_groups = False
+        self._told_equal_groups = self._told_silence = False
+        self._invalid: deque[tuple[float, float]] = deque(maxlen=8)
 
     def train(self) -> TrainingResult:
         """Train for all remaining steps, then write the export and show the table of evaluations.
@@ -221,6 +224,11 @@ class PPOTrainer:
             if told := equal_groups(generated.rollouts, self.settings.trainer.algorithm, step=step):
                 self.loop.console.warn(told)
             self._told_equal_groups = bool(told)
+        if "env/invalid_actions" in metrics and not self._told_silence:
+            self._invalid.append((metrics["env/invalid_actions"], metrics["reward/mean"]))
+            if told := silence_pays(tuple(self._invalid)):
+                self.loop.console.warn(f"step {step}: {told}")
+            self._told_silence = bool(told)
         self._flush_rollouts()
         self.loop.record(
             step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)

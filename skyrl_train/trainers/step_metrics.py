@@ -203,6 +203,22 @@ def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: in
     return f"step {step}: {told} (group/zero_variance has the share of each step; this is said once.)"
 
 
+def silence_pays(seen: Sequence[tuple[float, float]]) -> str:
+    """A line where answers without an action become more as the reward rises, given `env/invalid_actions` and `reward/mean`
+    of the last steps; else empty."""
+    middle = len(seen) // 2
+    if middle < 2:
+        return ""
+    before, after = ([math.fsum(each) / len(half) for each in zip(*half)] for half in (seen[:middle], seen[middle:]))
+    if after[0] < before[0] + 0.5 or after[1] <= before[1]:
+        return ""
+    return (
+        f"env/invalid_actions rises with the reward, {before[0]:.2g} to {after[0]:.2g} a trajectory while reward/mean goes "
+        f"from {before[1]:.3g} to {after[1]:.3g}: does the policy learn to say nothing? Give answers without an action less "
+        "than the worst action earns (environment.env_class.invalid_reward of gymnasium). This is said once"
+    )
+
+
 def document_metrics(batch: TrainingInputBatch, docs_per_step: int) -> dict[str, float]:
     """With `docs_per_step`: the documents of the policy's optimizer steps on this batch, and by how many they exceed the
     target in the mean."""

@@ -13,6 +13,7 @@ from skyrl_train.trainers.step_metrics import (
     engine_drift,
     equal_groups,
     rollout_metrics,
+    silence_pays,
     speed_metrics,
     step_totals,
 )
@@ -198,3 +199,17 @@ def test_tokens_of_older_weights_are_no_sign_of_an_engine_with_wrong_ones():
     assert "mismatch/logprob_diff_mean is 0.6" in engine_drift(far)
     assert engine_drift({**far, "off_policy/age/max": 0.0})
     assert engine_drift({**far, "off_policy/age/max": 1.0}) == ""
+
+
+def test_a_policy_that_says_less_and_less_for_its_reward_is_warned_of():
+    playing = [(0.5, -0.48), (1.0, -0.14), (0.8, -0.2)]
+    silent = [(5.0, -0.05), (6.0, 0.0), (6.0, 0.0)]
+    assert "env/invalid_actions rises with the reward, 0.77 to 5.7 a trajectory" in silence_pays([*playing, *silent])
+    for seen in (
+        [],
+        playing,
+        silent,
+        [*silent, *playing],
+        [(number, -reward) for number, reward in [*playing, *silent]],
+    ):
+        assert silence_pays(seen) == ""

@@ -5,7 +5,8 @@
 What the model is told is the observation, where that is a text, the environment's drawing (`render: ansi`), or what a
 function of yours makes of the observation (`describe: my_code:describe`). What it does is read from its answer: of a list
 `actions` the one that it names last, of other discrete actions the last whole number, of text actions the answer itself. An
-answer without an action does not move the environment: it earns `invalid_reward` and is told which actions there are.
+answer without an action does not move the environment: it earns `invalid_reward` and is told which actions there are. By
+default that is less than any step earns, so that saying nothing never beats playing badly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from skyrl_train.types import ChatMessage
 SETTING = "environment.env_class"
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
+_INVALID_REWARD = -1.0
+_TRIED_STEPS = 200
 _NUMBER = re.compile(r"-?\d+")
 
 
@@ -40,7 +43,7 @@ class GymnasiumEnvironment:
         actions: Sequence[str] = (),
         render: str | None = None,
         describe: str | None = None,
-        invalid_reward: float = 0.0,
+        invalid_reward: float = _INVALID_REWARD,
         seed: int = 0,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -51,7 +54,7 @@ class GymnasiumEnvironment:
             render: `ansi`: its drawing, without colours, is what the model sees; a single coloured character is put in
                 brackets.
             describe: `package.module:function` of the observation, which returns a text.
-            invalid_reward: For an answer that names no action.
+            invalid_reward: For an answer that names no action, each time.
             seed: For rows without a column of that name.
             kwargs: Further arguments of `gymnasium.make`.
         """
@@ -75,6 +78,7 @@ class GymnasiumEnvironment:
             made_with = _made_with(arguments.get("render"), arguments.get("kwargs"))
             environment = gymnasium.make(arguments["id"], **made_with)
             yield from _unreadable(gymnasium, environment, arguments)
+            yield from _worse_than_silence(environment, arguments)
         except Exception as error:  # whatever the makers of environments raise
             missing = isinstance(error, ImportError) and "gymnasium" in str(error)
             remedy = install_command("gymnasium") if missing else f"{type(error).__name__}: {error}"
@@ -154,6 +158,25 @@ def _unreadable(gymnasium: Any, environment: Any, arguments: Mapping[str, Any]) 
     if not actions and not isinstance(space, (spaces.Discrete, spaces.Text)):
         rule, remedy = f"must have discrete or text actions, and has {space}", "wrap it in an environment of your own"
         yield Violation.of(f"{SETTING}.id", name, rule, remedy)
+
+
+def _worse_than_silence(environment: Any, arguments: Mapping[str, Any]) -> Iterator[Violation]:
+    """Play at random for a while: a step must not cost more than an answer without an action does by default."""
+    if "invalid_reward" in arguments or not hasattr(environment.action_space, "n"):  # every text is an action
+        return
+    environment.action_space.seed(0)
+    environment.reset(seed=0)
+    lowest = 0.0
+    for _ in range(_TRIED_STEPS):
+        _, reward, terminated, truncated, _ = environment.step(environment.action_space.sample())
+        lowest = min(lowest, float(reward))
+        if terminated or truncated:
+            environment.reset()
+    if lowest < _INVALID_REWARD:
+        rule = f"must be at most what a step earns, or saying nothing pays; random play has one of {lowest:g}"
+        yield Violation.of(
+            f"{SETTING}.invalid_reward", _INVALID_REWARD, rule, f"set invalid_reward: {lowest:g} or less"
+        )
 
 
 def _user(text: str) -> ChatMessage:

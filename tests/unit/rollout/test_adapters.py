@@ -27,6 +27,10 @@ from tests.support.adapter_cases import PROMPT, PYTHON, needs_others, played
 
 LAKE = {"_target_": "gymnasium", "id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "render": "ansi"}
 STILL = {**LAKE, "kwargs": {"is_slippery": False}}
+CLIFF = {
+    "_target_": "gymnasium", "id": "CliffWalking-v1", "actions": ["up", "right", "down", "left"], "render": "ansi"
+}  # fmt: skip
+
 needs_gymnasium = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")
 SERVER = """
 import socket
@@ -128,6 +132,7 @@ def test_a_lake_is_crossed_in_words() -> None:
     (first,), _ = environment.init(PROMPT)
     assert first == {"role": "user", "content": "Reach the goal.\n[S]FFF\nFHFH\nFFFH\nHFFG"}
     lost = environment.step("I stay where I am, leftover and all")
+    assert lost["reward"] == -1.0  # less than any step
     assert lost["observations"] == [{"role": "user", "content": "Name one of: left, down, right, up."}]
     said = environment.step("not left but Right")
     assert said["observations"][0]["content"].endswith("S[F]FF\nFHFH\nFFFH\nHFFG")
@@ -148,6 +153,10 @@ def test_a_lake_is_crossed_in_words() -> None:
         ({**LAKE, "actions": ["left", "right"]}, r"env_class.actions: must name the actions of Discrete\(4\)"),
         ({**LAKE, "colour": 1}, "env_class.colour: is no argument"),
         ("gymnasium", "env_class.id: must be given"),
+        (
+            CLIFF,
+            r"invalid_reward: must be at most what a step earns, .* one of -100; got -1.0. Set invalid_reward: -100",
+        ),
     ],
 )
 def test_what_cannot_be_played_in_text_is_refused_in_a_line(spec: Any, message: str) -> None:
