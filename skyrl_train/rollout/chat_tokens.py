@@ -32,8 +32,6 @@ from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, Tokeni
 _QUESTION = "1"
 _ANSWERS = (("2", "3"), ("b", "c"), ("yes", "no"))
 """Pairs of short answers; a small vocabulary may know only some of them."""
-_PIECE = 1 << 14
-"""Characters of a text that is only counted."""
 _NO_KWARGS: Mapping[str, Any] = {}
 _PROBE: tuple[ChatMessage, ...] = ({"role": "user", "content": "1"},)
 
@@ -164,14 +162,6 @@ class ChatTokens:
     def longest_token(self) -> int:
         """The most characters that a token of the vocabulary stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
-
-    def count(self, texts: Sequence[str], most: int) -> int:
-        """Return how many tokens texts have, taken apart into pieces; soon after `most` no more are counted."""
-        total = 0
-        pieces = (text[start : start + _PIECE] for text in texts for start in range(0, len(text), _PIECE))
-        while total <= most and (piece := next(pieces, "")):
-            total += len(self._tokenizer(piece, add_special_tokens=False)["input_ids"])
-        return total
 
     def closing(self, response: tuple[int, ...]) -> tuple[int, ...]:
         """Return what the template puts after an answer and `response` does not yet end with.

@@ -188,7 +188,9 @@ class _InFlight:
     async def hold(self, client: str, size: int) -> Callable[[], None]:
         """Wait until there is room for a body, and return what gives it back. Idempotent, that is."""
         size = size if size > _SMALL_BODY_BYTES else 0
-        while size and not self._has_room(client, size):
+        while size and (
+            self._held[client] + size > _MAX_BYTES_IN_FLIGHT // 4 or self._held.total() + size > _MAX_BYTES_IN_FLIGHT
+        ):
             self._released.clear()
             await self._released.wait()
         left = Counter({client: size})
@@ -200,10 +202,6 @@ class _InFlight:
             self._released.set()
 
         return release
-
-    def _has_room(self, client: str, size: int) -> bool:
-        own = self._held[client] + size
-        return own <= _MAX_BYTES_IN_FLIGHT // 4 and self._held.total() + size <= _MAX_BYTES_IN_FLIGHT
 
 
 class _Incoming:

@@ -61,7 +61,6 @@ _REJOIN_WITHIN_S = 5.0
 """After whoever asked has hung up: an SDK that gave up asks again by then, and gets the same answer."""
 _TELLS_EVERY_S = 0.05
 """Of an answer that is streamed: how often its text is looked at."""
-_USUAL_CHARACTERS_OF_TOKEN = 4
 _LONG_CHARACTERS = 1 << 16
 _LANES = WorkerThread("agents-prompts"), WorkerThread("agents-long-prompts")
 """Prompts become tokens beside the event loop; short ones do not wait for the long ones of other sessions."""
@@ -275,11 +274,6 @@ class Session:
 
     def _prompt(self, asked: Asked) -> TokenIds:
         """Return the tokens of what is asked. Raises RequestError where there is no room, or the template refuses."""
-        most = self._limits.max_context_length
-        texts = [str(message["content"]) for message in asked.messages]
-        # What is not worth rendering is only counted, in pieces, whose ends may make more tokens of it.
-        if _characters_in(texts) > _USUAL_CHARACTERS_OF_TOKEN * most and self._chat.count(texts, 2 * most) > 2 * most:
-            raise self._no_room(f"more than {counted(most, 'token')}")
         digests = _digests(asked.tools, asked.messages)
         try:
             for count in range(len(asked.messages), 0, -1):
@@ -297,7 +291,7 @@ class Session:
                 prompt = self._chat.first_prompt(asked.messages, asked.tools)
         except Broken as broken:
             raise refused("messages", broken.message) from broken
-        if len(prompt) >= most:
+        if len(prompt) >= self._limits.max_context_length:
             raise self._no_room(counted(len(prompt), "token"))
         return prompt
 

@@ -39,6 +39,7 @@ _LAST_LINES, _LAST_CHARACTERS, _KEPT_BYTES = 5, 500, 4096
 """What a message has of it."""
 _LONGEST_LINE = 2000
 """Bytes of it that are passed on: secrets are looked for in quadratic time, and a flood may have no lines at all."""
+logger = logging.getLogger(__name__)
 _CLIENT_LOG = logging.getLogger("mcp.client.stdio")
 
 
@@ -143,20 +144,17 @@ class _ErrorLog:
         self._thread.start()
 
     def hear(self, thread: int, record: logging.LogRecord) -> bool:
-        """Whether the client, on the thread of this server, may log a record: the first line that is no message, as such."""
+        """Whether the client, on the thread of this server, may log a record. Lines that are no messages are counted."""
         error: Any = (record.exc_info or (None, None))[1]
         if record.thread != thread or not isinstance(error, ValueError):
             return True
         self._num_noise += 1
         if self._num_noise == 1:
             self._first_noise = redact_text(shown(error.errors()[0]["input"]))
-            record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
-            record.msg = (
-                "an MCP server writes to its standard output what is no message of the protocol, and should be \
-written to standard error: %s. More of it is only counted"
+            logger.warning(
+                "an MCP server prints what is no message, and should be on standard error: %s", self._first_noise
             )
-            record.args = (self._first_noise,)
-        return self._num_noise == 1
+        return False
 
     def last_lines(self) -> str:
         """Return `; it wrote: ...` with the last lines, redacted, of a server that has ended; empty where it wrote none."""

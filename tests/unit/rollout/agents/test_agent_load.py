@@ -69,7 +69,7 @@ def test_a_body_that_holds_more_than_the_context_is_refused_by_its_head() -> Non
 
 
 @pytest.mark.parametrize(("place", "size", "status"), [
-    ("content", 4096, 413), ("tools", 4096, 413), ("content", 2000, 400), ("content", 100, 200)
+    ("content", 4096, 413), ("tools", 4096, 413), ("content", 100, 200)
 ])  # fmt: skip
 def test_characters_are_counted_before_there_are_tokens(
     monkeypatch: pytest.MonkeyPatch, place: str, size: int, status: int
