@@ -174,9 +174,7 @@ def _worse_than_silence(environment: Any, arguments: Mapping[str, Any]) -> Itera
             environment.reset()
     if lowest < _INVALID_REWARD:
         rule = f"must be at most what a step earns, or saying nothing pays; random play has one of {lowest:g}"
-        yield Violation.of(
-            f"{SETTING}.invalid_reward", _INVALID_REWARD, rule, f"set invalid_reward: {lowest:g} or less"
-        )
+        yield Violation.of(f"{SETTING}.invalid_reward", _INVALID_REWARD, rule, f"set invalid_reward: {lowest:g}")
 
 
 def _user(text: str) -> ChatMessage:

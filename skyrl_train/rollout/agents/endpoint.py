@@ -31,8 +31,7 @@ LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 """The name that the endpoint gives its model."""
 _NO_KEY = "the key must be the session's: Authorization: Bearer KEY, or x-api-key: KEY, or in the address, /s/KEY/v1"
-_BYTES_OF_CHARACTER = 6
-"""The most in JSON: an escape."""
+_BYTES_OF_CHARACTER = 6  # the most in JSON: an escape
 _ROOM_BESIDE_TEXTS = 1 << 20
 """Bytes of a body, for all that is no text of a prompt."""
 _IN_PATH = re.compile(r"/s/([\w-]*)(/.*)?")

@@ -212,8 +212,7 @@ class _Incoming:
     ) -> None:
         self._reader, self._writer = reader, writer
         self._admit, self._in_flight = admit, in_flight
-        self._idle_s = _HEAD_WITHIN_S
-        """Until the next request begins; who has sent none yet may be anybody."""
+        self._idle_s = _HEAD_WITHIN_S  # until the next request begins; who has sent none yet may be anybody
         self._ahead = b""
         """The first byte of the next request, if it was read while the one before was answered."""
         self._has_ended = False

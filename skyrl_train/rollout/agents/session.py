@@ -107,8 +107,7 @@ class Session:
         self._job, self._chat, self._limits = episode.job, episode.chat, episode.limits
         self._engine: InferenceEngine = episode.engine
         self._parse_calls = episode.parse_calls
-        self._in_order = asyncio.Lock()
-        """Prompts become tokens in the order in which they are asked."""
+        self._in_order = asyncio.Lock()  # prompts become tokens in the order in which they are asked
         self._completions: list[_Completion] = []
         """Those that were answered, or are on their way, in the order in which they were asked for."""
         self._num_asked = 0
