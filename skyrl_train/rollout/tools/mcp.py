@@ -146,7 +146,7 @@ class _ErrorLog:
     def hear(self, thread: int, record: logging.LogRecord) -> bool:
         """Whether the client, on the thread of this server, may log a record. Lines that are no messages are counted."""
         error: Any = (record.exc_info or (None, None))[1]
-        if record.thread != thread or not isinstance(error, ValueError):
+        if record.thread != thread or not hasattr(error, "errors"):
             return True
         self._num_noise += 1
         if self._num_noise == 1:

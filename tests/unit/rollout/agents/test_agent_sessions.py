@@ -212,7 +212,8 @@ def test_what_nobody_waits_for_is_cancelled_and_drawn_again_with_the_same_seed(m
 
     async def play(session: Session) -> None:
         left = asyncio.ensure_future(say(session, user("1")))
-        await asyncio.sleep(0.01)
+        while not engine.requests:
+            await asyncio.sleep(0.001)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         while not session.kept().metrics["agent/cancelled"]:
