@@ -122,7 +122,8 @@ def derive(stated: Settings, situation: Situation) -> dict[str, Any]:
         **_token_caps(situation, longest=0),
         LR: _rate(stated, situation),
         VALIDATION: 200 if situation.is_bounded else 0,
-        ENGINE_ROWS: 64 if situation.is_bounded else 256,  # an evaluation's keys and values would exceed what a step takes
+        # More, and the keys and values of an evaluation take more than a step.
+        ENGINE_ROWS: 64 if situation.is_bounded else 256,
         BACKGROUND: not situation.is_bounded,  # the copy that is written from would be a third of what a run holds
         LAYOUT: "auto",
         THREADS: _threads(stated, situation),
@@ -195,7 +196,7 @@ def _count(stated: Settings, name: str, default: int) -> int:
 
 
 def _token_caps(situation: Situation, *, longest: int) -> dict[str, int]:
-    cap = 768 if situation.is_bounded else 8192
+    cap = 512 if situation.is_bounded else 8192
     return {TOKENS: max(cap, longest), FORWARD_TOKENS: max(2 * cap, longest)}
 
 

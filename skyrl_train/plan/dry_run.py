@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -78,19 +78,8 @@ def make_plan_report(
     if found:
         return _report_of_violations(config, found, num_train_prompts, memory, placement)
     plan = plan_batches(config, num_train_prompts=num_train_prompts)
-    lengths = lengths or assumed_lengths(
-        config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
-    )
     budgets = _budgets(config.trainer, memory)
-    estimates = estimate_passes(
-        plan,
-        lengths,
-        trainer=config.trainer,
-        generator=config.generator,
-        seed=config.seed,
-        costs=planned_costs(config),
-        budgets=budgets,
-    )
+    lengths, estimates = _estimates(config, plan, lengths, budgets)
     rates = rates or _rates(config, plan, lengths, estimates, machine, num_eval_prompts)
     return PlanReport(
         plan=plan,
@@ -123,6 +112,25 @@ def make_plan_report(
         time=None if rates is None else _time(config, plan, lengths, estimates, rates),
         disk=disk_bytes(plan, lengths, config.trainer, config.rollouts, num_parameters=num_parameters),
     )
+
+
+def _estimates(
+    config: Config, plan: BatchPlan, lengths: RowLengths | None, budgets: Mapping[str, TokenBudgets]
+) -> tuple[RowLengths, list[PassEstimate]]:
+    """The lengths of rows, assumed by the settings unless given, and what one pass over such rows computes."""
+    lengths = lengths or assumed_lengths(
+        config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
+    )
+    estimates = estimate_passes(
+        plan,
+        lengths,
+        trainer=config.trainer,
+        generator=config.generator,
+        seed=config.seed,
+        costs=planned_costs(config),
+        budgets=budgets,
+    )
+    return lengths, estimates
 
 
 def _peak(config: Config, estimates: Sequence[PassEstimate], announce: Callable[[str], object]) -> Iterator[Storage]:
@@ -208,17 +216,7 @@ def expected_step_seconds(
     Args:
         lengths: Of rows; assumed by the settings unless given.
     """
-    lengths = lengths or assumed_lengths(
-        config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
-    )
-    estimates = estimate_passes(
-        plan,
-        lengths,
-        trainer=config.trainer,
-        generator=config.generator,
-        seed=config.seed,
-        costs=planned_costs(config),
-    )
+    lengths, estimates = _estimates(config, plan, lengths, {})
     rates = _rates(config, plan, lengths, estimates, machine_rates, num_eval_prompts)
     if rates is None:
         return None

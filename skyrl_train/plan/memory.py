@@ -216,7 +216,8 @@ def peak_on_cpu(
         if role in positions
     ]
     engine = models["policy"].counts.total * (2 if config.model.dtype == "bfloat16" else 4)
-    return _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass)
+    held = _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass)
+    return int(held * (1 + config.trainer.memory_margin))  # what the allocator has freed, and keeps
 
 
 def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:

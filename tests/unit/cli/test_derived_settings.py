@@ -58,7 +58,7 @@ def test_a_real_model_on_a_cpu_gets_sizes_of_its_own(model: str) -> None:
     config = own_task(model)
     assert validate_config(config) == []
     assert sizes(config) == (8, 4, 4)
-    assert (config.trainer.micro_batching, config.trainer.max_tokens_per_microbatch) == ("token_budget", 768)
+    assert (config.trainer.micro_batching, config.trainer.max_tokens_per_microbatch) == ("token_budget", 512)
     assert not config.trainer.background_checkpoints
     assert (config.trainer.policy.optimizer.lr, config.platform.num_threads) == (1e-5, 4)
     assert config.derived == (
