@@ -158,29 +158,44 @@ class _Rows:
         import pyarrow as pa
 
         schema = arrow_schema()
-        arrays = [
-            _list_array(values, KINDS[name], schema.field(name).type)
-            if KINDS[name] in LISTS
-            else pa.array(values, schema.field(name).type)
-            for name, values in self.columns.items()
-        ]
+        arrays = [_array(values, KINDS[name], schema.field(name).type) for name, values in self.columns.items()]
         return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _list_array(values: Sequence[NDArray[Any] | None], kind: str, arrow_type: Any) -> Any:
-    """Return arrays as one column of lists, without a Python object for each element."""
+def _array(values: Sequence[Any], kind: str, arrow_type: Any) -> Any:
+    """Return one column. It is laid out here: `pyarrow.array` imports pandas, 30 MB, to ask whether it got a series."""
     import pyarrow as pa
 
-    there = [np.asarray(each) for each in values if each is not None]
-    flat = np.concatenate(there) if there else np.empty((0, 2) if kind == "runs" else 0, LISTS[kind])
-    offsets = np.cumsum([0, *(0 if each is None else len(each) for each in values)], dtype=np.int32)
+    validity = _bits([each is not None for each in values])
+    if kind in ("int", "double"):
+        numbers = [0 if each is None else each for each in values]
+        data = pa.py_buffer(np.asarray(numbers, dtype=np.int32 if kind == "int" else np.float64))
+        return pa.Array.from_buffers(arrow_type, len(values), [validity, data])
+    if kind == "text":
+        values = [None if each is None else each.encode() for each in values]
+    offsets = pa.py_buffer(np.cumsum([0, *(0 if each is None else len(each) for each in values)], dtype=np.int32))
+    there = [each for each in values if each is not None]
+    if kind == "text":
+        return pa.Array.from_buffers(arrow_type, len(values), [validity, offsets, pa.py_buffer(b"".join(there))])
+    flat = np.concatenate([np.asarray(each) for each in there]) if there else np.empty((0, 2) if kind == "runs" else 0)
+    flat, element = flat.astype(LISTS[kind], copy=False), arrow_type.value_type
     if kind == "runs":
-        columns = [pa.array(np.ascontiguousarray(column, dtype=np.int32)) for column in flat.T]
-        inner = pa.StructArray.from_arrays(columns, fields=list(arrow_type.value_type))
+        columns = [
+            pa.Array.from_buffers(pa.int32(), len(flat), [None, pa.py_buffer(np.ascontiguousarray(column))])
+            for column in flat.T
+        ]
+        inner = pa.Array.from_buffers(element, len(flat), [None], children=columns)
     else:
-        inner = pa.array(flat.astype(LISTS[kind], copy=False))
-    missing = pa.array([each is None for each in values])
-    return pa.ListArray.from_arrays(pa.array(offsets), inner, type=arrow_type, mask=missing)
+        inner = pa.Array.from_buffers(
+            element, len(flat), [None, _bits(flat) if kind == "flags" else pa.py_buffer(flat)]
+        )
+    return pa.Array.from_buffers(arrow_type, len(values), [validity, offsets], children=[inner])
+
+
+def _bits(flags: Sequence[bool] | NDArray[Any]) -> Any:
+    import pyarrow as pa
+
+    return pa.py_buffer(np.packbits(np.asarray(flags, dtype=np.bool_), bitorder="little"))
 
 
 def _row_groups(step: Mapping[str, object], pairs: Pairs, columns: FloatColumns, facts: StoreFacts) -> Iterator[_Rows]:

@@ -273,6 +273,7 @@ class TrainingLoop:
             draw(record, image, title=self.settings.run_name)
         except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
             self.console.warn(f"{image.name} could not be drawn: {type(error).__name__}: {error}")
+        gc.collect()  # a figure is rings of objects, which would lie there for tens of pictures
 
     def complete(self, step: int) -> None:
         """Marks the run as complete, which is its last act, and tells callbacks."""

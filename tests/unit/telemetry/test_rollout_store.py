@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,24 @@ def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
     assert path == tmp_path / "rollouts" / "train_step_000012.parquet"
     assert read_rollouts(path) == {12: BATCH}
     assert write(tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+def test_writing_imports_no_pandas(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from skyrl_train.telemetry.rollout_store import write_rollouts\n"
+        "from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn\n"
+        "turn = Turn(added_token_ids=(5,), response_token_ids=(7,), response_logprobs=(-0.1,), response_text='4',\n"
+        "            reward=0.1, stop_reason=StopReason.STOP, weight_versions=((0, 3),))\n"
+        "one = Trajectory(prompt_uid='a', sample_index=0, turns=(turn,), outcome=Outcome.DONE)\n"
+        "prompt = Prompt(uid='a', messages=({'role': 'user', 'content': '2+2?'},))\n"
+        "batch = RolloutBatch(prompts=(prompt,), trajectories=(one,), n_samples_per_prompt=1)\n"
+        f"write_rollouts(Path({str(tmp_path)!r}), batch, purpose='train', global_step=1)\n"
+        "print('pandas' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_a_batch_of_several_row_groups_is_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
