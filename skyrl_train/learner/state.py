@@ -173,6 +173,9 @@ def _read_facts(folder: Path, *, role: str) -> _Facts:
         optimizer = content.get("optimizer")
         if not isinstance(optimizer, (str, type(None))):
             raise ValueError(f"optimizer must be a name; got {shown(optimizer)}")
+        dtypes = content.get("dtypes", [])
+        if not isinstance(dtypes, list) or not all(isinstance(each, str) for each in dtypes):
+            raise ValueError(f"dtypes must be names of types; got {shown(dtypes)}")
         budgets = content.get("memory_budgets", [])
         if not isinstance(budgets, list) or len(budgets) not in (0, 4):
             raise ValueError(f"memory_budgets must be no or four numbers; got {shown(budgets)}")

@@ -151,9 +151,16 @@ def uses_processes(environment: EnvironmentConfig) -> bool:
     )
 
 
+_CANNOT_END = (
+    "a call that never lets others run, as one regular expression may, stops the whole run and cannot be ended"
+)
+
+
 def reward_lines(environment: EnvironmentConfig) -> list[str]:
     """Return what a run's first lines say of its rewards: where they run, which they are, and where to read their prints."""
     lines = [f"isolation   {ON_THREADS}"] if has_object(asdict(environment)) else []
+    if environment.isolation == "thread" and not lines:
+        lines = [f"isolation   thread: {_CANNOT_END}"]
     lines += [f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(environment)]
     lines += [f"sandbox     {line}" for line in sandbox_lines(environment)]
     in_processes = uses_processes(environment)

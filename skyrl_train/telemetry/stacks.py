@@ -76,7 +76,11 @@ def answer(role: str) -> None:
         return
     run = os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex[:12])
     low = os.memfd_create(f"{_NAME} {run} {role}"[:200], os.MFD_CLOEXEC)
-    descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
+    try:
+        descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
+    except OSError:  # fewer descriptors are allowed: nobody can ask this process
+        os.close(low)
+        return
     os.close(low)
     faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
     _forget()

@@ -11,6 +11,7 @@ themselves are compared.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,6 +152,7 @@ def prepare_run_folder(
     refuses.
     """
     folder.create()
+    shutil.rmtree(folder.export.with_name(f".{folder.export.name}.tmp"), ignore_errors=True)  # of a run that was killed
     try:
         return _prepare(folder, start, write_config, plan)
     except OSError as error:

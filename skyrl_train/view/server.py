@@ -127,8 +127,11 @@ def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlett
 
 def static_file(static: Path, name: str) -> Path | None:
     """Return one of the page's files, None for a name that leads to no file of its folder."""
-    path = (static / name).resolve()
-    return path if path.is_relative_to(static.resolve()) and path.is_file() else None
+    try:
+        path = (static / name).resolve()
+        return path if path.is_relative_to(static.resolve()) and path.is_file() else None
+    except (OSError, ValueError):  # too long a name, or one with a null byte
+        return None
 
 
 def serve(app: Starlette, *, port: int, announce: Callable[[int], None], hosts: Sequence[str] = ("127.0.0.1",)) -> None:

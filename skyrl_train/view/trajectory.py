@@ -98,7 +98,7 @@ def describe_trajectory(
         or sum(turn["parent"] is None for turn in turns) > 1,
         "texts_from": "tokenizer" if decode else None,
         "reexecute": f"skyrl-capsule run {shlex.quote(str(run.root))} --step {head['global_step']}"
-        if is_trained
+        if is_trained and (run.root / "capsules" / f"step_{head['global_step']:06d}").is_dir()
         else None,
     }
 

@@ -345,3 +345,12 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
     run.folder.create()
     with run.folder.locked(), pytest.raises(SkyrlTrainError, match="being written by another run"):
         fake_run(tmp_path).run()
+
+
+def test_what_a_killed_export_left_goes_with_the_next_start(tmp_path):
+    config = make_config(tmp_path, total_steps=2)
+    run = fake_run(tmp_path, config=replace(config, trainer=replace(config.trainer, export_hf=False)))
+    leftover = run.folder.root / ".export.tmp"
+    leftover.mkdir(parents=True)
+    run.run()
+    assert not leftover.exists()

@@ -153,6 +153,8 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "optimizer steps of 5,000 digits": (digits(LEARNER, "num_optimizer_steps"), LEARNER.split("/")[1]),
     "documents null": (entry(LEARNER, "num_documents", None), "num_documents must be a whole number"),
     "budgets -1": (entry(LEARNER, "memory_budgets", [-1, -1, -1, -1]), r"memory_budgets\[0\] must be a whole number"),
+    "dtypes 5": (entry(LEARNER, "dtypes", 5), "dtypes must be names of types; got 5"),
+    "dtypes of numbers": (entry(LEARNER, "dtypes", [5]), "dtypes must be names of types"),
     "budgets text": (entry(LEARNER, "memory_budgets", "many"), "memory_budgets must be"),
     "learner deep": (text(LEARNER, "[" * 50_000 + "]" * 50_000), "nested deeper than 64 levels"),
     "learner without role": (without(LEARNER, "role"), "'role' is missing"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -131,3 +133,9 @@ def test_loss_is_left_on_the_given_tokens_and_turns_stay_known(tmp_path: Path) -
     assert cut["loss_mask"].nonzero().flatten().tolist() == tokens.nonzero().flatten().tolist()
     assert float(cut["loss_weights"].sum()) == 1.0
     assert torch.equal(cut["response_mask"], batch["loss_mask"])
+
+
+def test_the_package_is_a_command_too() -> None:
+    command = [sys.executable, "-m", "skyrl_train.capsules", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: skyrl-capsule")

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.rollout.environments import check_environment, make_environment, resolve_environment
+from skyrl_train.rollout.environments import (
+    check_environment,
+    make_environment,
+    resolve_environment,
+    reward_lines,
+)
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from tests.support.fakes import FAKE_ENVIRONMENT, FakeEnvironment
 
@@ -108,3 +114,9 @@ def test_what_an_environment_writes_into_its_row_stays_there() -> None:
 def test_a_name_that_leads_nowhere_is_a_config_error(env_class: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_environment(env_class)
+
+
+def test_a_run_on_threads_says_first_what_nobody_can_end() -> None:
+    on_threads, apart = (EnvironmentConfig(reward="exact_match", isolation=each) for each in ("thread", "process"))
+    assert reward_lines(on_threads)[0].startswith("isolation   thread: a call that never lets others run")
+    assert not any("isolation" in line for line in reward_lines(apart))

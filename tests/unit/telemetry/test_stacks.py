@@ -170,3 +170,10 @@ def test_a_process_of_no_run_tells_of_itself(monkeypatch: pytest.MonkeyPatch) ->
     told = stacks.here()
     assert told.startswith(f"this process, pid {os.getpid()}:\n")
     assert "test_stacks.py" in told
+
+
+def test_a_process_that_may_open_few_files_runs_on_unasked() -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
+    code += "from skyrl_train.telemetry import stacks; stacks.begin('x'); print('went on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("went on\n", "")

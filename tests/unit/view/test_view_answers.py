@@ -168,7 +168,7 @@ def test_groups_are_sorted_by_the_spread_of_their_rewards(ask: Asked, rows: list
     assert [sample["reward"] for sample in first["samples"]] == [own[sample] for sample in sorted(own)]
 
 
-def test_a_token_has_its_text_and_its_numbers(ask: Asked, rows: list[Json]) -> None:
+def test_a_token_has_its_text_and_its_numbers(ask: Asked, folder: Path, rows: list[Json]) -> None:
     row = next(row for row in rows if row["purpose"] == "train" and row["turn"] == 1 and row["parent"] == 0)
     found = ask("trajectory", purpose="train", step=row["global_step"], uid=row["uid"], sample=row["sample"])
     turn = found["turns"][1]
@@ -191,6 +191,9 @@ def test_a_token_has_its_text_and_its_numbers(ask: Asked, rows: list[Json]) -> N
     assert tokens["version"] == [row["versions"][0]["version"]] * len(tokens["ids"])
     assert tokens["reference_logprob"] is None
     assert "reference_logprob" not in [column["name"] for column in found["columns"]]
+    assert found["reexecute"] is None, "the run kept no capsules"
+    (folder / "capsules" / f"step_{row['global_step']:06d}").mkdir(parents=True)
+    found = ask("trajectory", purpose="train", step=row["global_step"], uid=row["uid"], sample=row["sample"])
     assert found["reexecute"].endswith(f"--step {row['global_step']}")
 
 

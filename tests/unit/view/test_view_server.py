@@ -19,8 +19,8 @@ from starlette.testclient import TestClient
 from skyrl_train.view import server
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.rollouts import RolloutIndex
-from skyrl_train.view.server import make_app
-from skyrl_train.view.sources import find_runs
+from skyrl_train.view.server import STATIC, make_app, static_file
+from skyrl_train.view.sources import _last_step, find_runs
 from tests.support.view_runs import write_run
 
 TOKEN = "a-token"
@@ -128,3 +128,13 @@ def test_a_folder_that_is_none_ends_the_command_with_a_line(tmp_path: Path) -> N
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert result.stderr == f"SkyrlTrainError: RUN={tmp_path / 'none'} is no folder. Give the output_dir of a run.\n"
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 10_000, "../server.py", "no.js"])
+def test_a_name_that_leads_to_no_file_of_the_page_is_none(name: str) -> None:
+    assert static_file(STATIC, name) is None
+
+
+def test_a_step_that_is_no_whole_number_is_no_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1e999}\n')
+    assert _last_step(tmp_path / "metrics.jsonl") is None
