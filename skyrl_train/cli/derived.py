@@ -144,9 +144,9 @@ def _recorded(root: DictConfig) -> Mapping[str, Any]:
     mode, path = (_selected(root, f"trainer.{name}") for name in ("resume_mode", "resume_path"))
     if mode == "none":
         return {}
-    own = _newest_state(Path(str(_selected(root, "output_dir"))).expanduser()) if mode != "from_path" else None
-    file = own or (_newest_state(Path(str(path)).expanduser()) if mode in ("from_path", "fork") and path else None)
     try:
+        own = _newest_state(Path(str(_selected(root, "output_dir"))).expanduser()) if mode != "from_path" else None
+        file = own or (_newest_state(Path(str(path)).expanduser()) if mode in ("from_path", "fork") and path else None)
         settings = {} if file is None else read_json(file)["config"]
     except (OSError, ValueError, KeyError, TypeError):  # told where the run goes on from it
         return {}

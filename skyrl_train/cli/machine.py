@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -47,14 +47,16 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 def _folder(output_dir: str) -> Iterator[Violation]:
     folder = Path(output_dir).expanduser().absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        yield Violation(
-            field="output_dir",
-            rule="must be a folder that can be written to",
-            value=repr(output_dir),
-            remedy=f"{existing} {'is not writable' if existing.is_dir() else 'is a file'}: set output_dir=FOLDER",
-        )
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        with tempfile.TemporaryDirectory(prefix=".skyrl_train", dir=existing):  # root may all, but not write to /proc
+            return
+    except NotADirectoryError:
+        why = f"{existing} is a file"
+    except OSError as error:
+        why = f"{error.strerror}: {Path(error.filename).parent}"
+    rule = "must be a folder that can be written to"
+    yield Violation(field="output_dir", rule=rule, value=repr(output_dir), remedy=f"{why}: set output_dir=FOLDER")
 
 
 def _data(data: DataConfig | SFTDataConfig, name: str) -> Iterator[Violation]:

@@ -244,6 +244,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.
     (line,) = problems(capsys, "hydra.run.dir=taken/run")
     assert line.startswith("output_dir: must be a folder that can be written to")
     assert f"{tmp_path / 'taken'} is a file" in line
+    (line,) = problems(capsys, f"hydra.run.dir={300 * 'a'}")
+    assert f"File name too long: {tmp_path}: set output_dir" in line
+    (line,) = problems(capsys, "hydra.run.dir=/proc/x")
+    assert line.endswith("No such file or directory: /proc: set output_dir=FOLDER")
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
