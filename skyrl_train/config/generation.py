@@ -96,8 +96,8 @@ class VLLMConfig:
 class HTTPConfig:
     """`generator.http`: a server with vLLM's OpenAI-compatible interface, which takes and returns token ids."""
 
-    url: str = "http://127.0.0.1:8000"
-    """Base address of the server."""
+    url: str = ""
+    """Base address of the server, e.g. `http://127.0.0.1:8000`."""
     model: str = ""
     """Name of the model there; empty asks the server."""
     api_key_env: str = "SKYRL_TRAIN_API_KEY"

@@ -111,7 +111,7 @@ class TrainerConfig(LoopConfig):
     """Passes over each training batch."""
     auto_micro_batch_size: CutsRows[Annotated[bool, StandsFor("micro_batching", "auto")]] = False
     """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
-    max_staleness: Forks[NonNegativeInt] = 0
+    max_staleness: Forks[Annotated[int, Range(0, 1000)]] = 0
     """By how many updates the weights that sampled a trained token may be older than those that are updated. 0: rollouts
     are made with the weights of the update before, and wait for them."""
     stale_groups: Forks[Literal["wait", "drop"]] = "wait"
@@ -249,6 +249,12 @@ class AlertsConfig:
     """`response_length/mean`, in tokens."""
     failures_above: Annotated[float, Range(0.0, 1.0)] | None = None
     """`failures/fraction`."""
+    mismatch_above: Annotated[float, Range(0.0, 1.0)] | None = 0.3
+    """`mismatch/ratio_outside_10_percent`, where no token is of older weights: engine and trainer compute differently."""
+    mismatch_growth_above: PositiveFloat | None = 10.0
+    """How many times that of the first five steps, or 0.001 nats, the mean of `mismatch/logprob_diff` is by now."""
+    kl_at_lr_0_above: Annotated[float, Range(0.0)] | None = 0.01
+    """`policy/approx_kl` of a step whose learning rate was 0."""
     on_alert: tuple[Annotated[PartSpec, ALERTS], ...] = ()
     """Functions that are called with each alert (`telemetry/alerts.py: Alert`), which may send a message, say."""
 

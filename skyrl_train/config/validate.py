@@ -200,13 +200,13 @@ def _url(field: str, url: str) -> Iterator[Violation]:
 
     protocol, _, place = url.partition("://")
     try:
-        if not place.strip("/"):
+        if not place.strip("/") or protocol == "memory":
             raise ValueError("it names no place")
         get_filesystem_class(protocol)
     except ValueError:
-        near = did_you_mean(protocol, list(known_implementations)) if place else ""
-        rule, remedy = "must be a URL that fsspec knows", near or "try s3://BUCKET/RUN, or file:///FOLDER"
-        yield Violation.of(field, url, rule, remedy)
+        near = did_you_mean(protocol, list(known_implementations)) if place and protocol != "memory" else ""
+        rule = "must be a URL that fsspec knows, of a place that outlives the run"
+        yield Violation.of(field, url, rule, near or "try s3://BUCKET/RUN, or file:///FOLDER")
     except ImportError as error:
         package = known_implementations[protocol]["class"].partition(".")[0]
         remedy = f"pip install {package}" if package != "fsspec" else f"{error}"

@@ -241,7 +241,7 @@ def _http(generator: GeneratorConfig) -> Iterator[Violation]:
             field="generator.http.url",
             rule="must begin with http:// or https://",
             value=repr(url),
-            remedy=f"try generator.http.url=http://{url}",
+            remedy=f"try generator.http.url=http://{url or '127.0.0.1:8000'}",
         )
 
 

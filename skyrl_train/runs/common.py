@@ -254,11 +254,6 @@ def build_trackers(
     shown = redact(dataclasses.asdict(config))
     if chosen.tensorboard.enabled:
         views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
-    if chosen.wandb.enabled:
-        from skyrl_train.telemetry.wandb_tracker import WandbTracker
-
-        log = folder.root / "run.log"
-        views["wandb"] = WandbTracker(chosen.wandb, folder, run_name=name, config=shown, console=console, run_log=log)
     if chosen.trackio.enabled or chosen.mlflow.enabled or chosen.prometheus.enabled:
         from skyrl_train.telemetry.service_trackers import MlflowTracker, PrometheusTracker, TrackioTracker
 
@@ -268,6 +263,11 @@ def build_trackers(
             views["mlflow"] = MlflowTracker(chosen.mlflow, folder.mlflow, run_name=name, config=shown)
         if chosen.prometheus.enabled:
             views["prometheus"] = PrometheusTracker(chosen.prometheus, run_name=name, console=console)
+    if chosen.wandb.enabled:  # whose server may be waited for, last
+        from skyrl_train.telemetry.wandb_tracker import WandbTracker
+
+        log = folder.root / "run.log"
+        views["wandb"] = WandbTracker(chosen.wandb, folder, run_name=name, config=shown, console=console, run_log=log)
     for spec in config.tracker.custom:
         views[part_name(spec)] = TRACKERS.resolve(spec)(folder.root)
     views["console"] = ConsoleTracker(console, total_steps=total_steps)

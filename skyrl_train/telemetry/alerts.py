@@ -3,6 +3,7 @@
     stalled    no step was finished for `alerts.stalled_after_s`; told while the run waits, from a thread of its own
     failed     the run ends by an error, or loses a worker
     entropy, reward, length, failures      a step's metric left its range; told again once it has been back in it
+    mismatch, mismatch_growth, kl_at_lr_0  so, too: the engine's log-probabilities are not the trainer's
 
 They read and change nothing. A custom function that raises or hangs is warned about, and costs nothing but itself.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 from skyrl_train.config.parts import ALERTS
 from skyrl_train.config.schema import AlertsConfig
@@ -24,6 +26,17 @@ from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.redaction import redact_text
 from skyrl_train.threads import in_time
 
+_WEIGHTS = (
+    ". Do the engines get the weights (generator.verify_weight_sync=true, weight_sync.jsonl)? Do they compute in another "
+    "type (generator.vllm.dtype) or with rounded weights (generator.quantization)? Recorded rollouts are of other weights"
+)
+_CAUSES = {
+    "mismatch": _WEIGHTS,
+    "mismatch_growth": _WEIGHTS,
+    "kl_at_lr_0": ": nothing was trained, so that dropout, types or the engine's log-probabilities make it. Try "
+    "model.dtype=float32, and trainer.algorithm.proximal=recompute where it is behaviour",
+}
+_FIRST_STEPS, _LEAST_MISMATCH = 5, 0.001
 _TELL_TIMEOUT_S = 30.0
 """For a custom function, which may wait for a network; it is left to itself then."""
 Tell = Callable[[int, str, str], None]
@@ -35,7 +48,7 @@ class Alert:
     """One thing that somebody should look at."""
 
     kind: str
-    """`stalled`, `failed`, `entropy`, `reward`, `length` or `failures`."""
+    """`stalled`, `failed`, or the setting's name without `_above` or `_below`."""
     step: int
     """Training steps that were finished."""
     run_name: str
@@ -55,8 +68,12 @@ class Alerts:
             ("reward", "reward/mean", settings.reward_below, settings.reward_above),
             ("length", "response_length/mean", settings.length_below, settings.length_above),
             ("failures", "failures/fraction", None, settings.failures_above),
+            ("mismatch", "mismatch/ratio_outside_10_percent", None, settings.mismatch_above),
+            ("mismatch_growth", "growth of mismatch/logprob_diff_mean", None, settings.mismatch_growth_above),
+            ("kl_at_lr_0", "policy/approx_kl at policy/lr=0", None, settings.kl_at_lr_0_above),
         )
         self._outside: set[str] = set()
+        self._first_mismatches: list[float] = []
         self._step, self._last = 0, time.monotonic()
         self._is_over = threading.Event()
 
@@ -85,6 +102,7 @@ class Alerts:
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare a finished step's metrics with their ranges."""
         self._step, self._last = step, time.monotonic()
+        metrics = self._measured(metrics)
         for kind, name, low, high in self._ranges:
             value = metrics.get(name)
             if value is None:
@@ -95,8 +113,20 @@ class Alerts:
             elif high is not None and not value <= high:
                 rule = f"above alerts.{kind}_above={high:g}"
             if rule and kind not in self._outside:
-                self.send(kind, f"{name} is {value:.4g}, {rule}")
+                self.send(kind, f"{name} is {value:.4g}, {rule}{_CAUSES.get(kind, '')}")
             (self._outside.add if rule else self._outside.discard)(kind)
+
+    def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics with what follows from them, and without the mismatch of tokens of older weights."""
+        is_stale = metrics.get("off_policy/age/max", 0.0) > 0
+        found = {name: value for name, value in metrics.items() if not (is_stale and name.startswith("mismatch/"))}
+        if (mismatch := found.get("mismatch/logprob_diff_mean")) is not None:
+            self._first_mismatches = [*self._first_mismatches, mismatch][:_FIRST_STEPS]
+            usual = max(_LEAST_MISMATCH, median(self._first_mismatches))
+            found["growth of mismatch/logprob_diff_mean"] = mismatch / usual
+        if found.get("policy/lr") == 0 and "policy/approx_kl" in found:
+            found["policy/approx_kl at policy/lr=0"] = found["policy/approx_kl"]
+        return found
 
     def send(self, kind: str, text: str) -> None:
         """Tell everybody of an alert."""

@@ -394,7 +394,8 @@ def test_a_file_url_is_a_folder(tmp_path: Path, alone: Path) -> None:
         ("gs://bucket/run", r"needs a package for gs:// that is not installed; .* Pip install gcsfs"),
         ("abfs://bucket/run", r"needs a package for abfs:// that is not installed; .* Pip install adlfs"),
         ("s4://bucket/run", r"must be a URL that fsspec knows"),
-        ("bucket/run", r"must be a URL that fsspec knows; .* Try s3://BUCKET/RUN"),
+        ("bucket/run", r"must be a URL that fsspec knows, .* Try s3://BUCKET/RUN"),
+        ("memory://x", r"of a place that outlives the run; .* Try s3://BUCKET/RUN"),
         ("s3://", r"must be a URL that fsspec knows"),
     ],
 )
@@ -415,12 +416,16 @@ def test_a_store_without_access_is_refused_when_it_is_opened(tmp_path: Path, buc
 
 
 def test_a_fork_needs_a_url_of_its_own(tmp_path: Path) -> None:
-    trainer: dict[str, Any] = {"resume_mode": "fork", "resume_path": "memory://a/b", "checkpoint_url": "memory://a/b"}
+    trainer: dict[str, Any] = {
+        "resume_mode": "fork",
+        "resume_path": "file:///tmp/a/b",
+        "checkpoint_url": "file:///tmp/a/b",
+    }
     assert TrainerConfig(**trainer)
     (violation,) = validate_config(make_config(tmp_path, **trainer))
     assert "must be another than that of the run that is forked" in str(violation)
-    assert not validate_config(make_config(tmp_path, **{**trainer, "checkpoint_url": "memory://a/b2"}))
-    assert not validate_config(make_config(tmp_path, **{**trainer, "resume_path": "memory://a/b2"}))
+    assert not validate_config(make_config(tmp_path, **{**trainer, "checkpoint_url": "file:///tmp/a/b2"}))
+    assert not validate_config(make_config(tmp_path, **{**trainer, "resume_path": "file:///tmp/a/b2"}))
 
 
 def run_command(kind: recordings.Kind, folder: Path, model: Path, *more: str, kill_at: int | None = None) -> int:

@@ -61,6 +61,7 @@ def test_a_server_needs_a_scheme_and_a_probe_needs_engines() -> None:
         generator=GeneratorConfig(backend="http", http=HTTPConfig(url="server:8000"), verify_weight_sync=True)
     )
     assert violated(config) == ["generator.http.url", "generator.verify_weight_sync"]
+    assert violated(Config(generator=GeneratorConfig(backend="http"))) == ["generator.http.url"]
 
 
 def test_an_adapter_is_shipped_to_vllm_only_where_there_is_one_that_it_takes() -> None:

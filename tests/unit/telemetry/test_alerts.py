@@ -58,6 +58,32 @@ def test_a_metric_that_leaves_its_range_is_told_once_and_again_after_it_was_back
     assert "break_down failed (ConnectionError: no route)" in output.getvalue()
 
 
+def test_an_engine_that_drifts_from_the_trainer_is_told_with_causes_and_remedies() -> None:
+    alerts, _, _ = watch()
+    few, many = {"mismatch/ratio_outside_10_percent": 0.02}, {"mismatch/ratio_outside_10_percent": 0.4}
+    with alerts.watching(0):
+        for step, mean in enumerate((0.002, 0.003, 0.002, 0.004, 0.003, 0.02, 0.031, 0.04), start=1):
+            alerts.check(step, {"mismatch/logprob_diff_mean": mean, **few})
+        alerts.check(9, many)
+        alerts.check(10, {"policy/lr": 0.0, "policy/approx_kl": 0.05})
+    assert [(alert.step, alert.kind) for alert in SENT] == [(7, "mismatch_growth"), (9, "mismatch"), (10, "kl_at_lr_0")]
+    assert SENT[0].text.startswith(
+        "growth of mismatch/logprob_diff_mean is 10.33, above alerts.mismatch_growth_above=10"
+    )
+    assert "generator.verify_weight_sync=true" in SENT[1].text
+    assert "nothing was trained" in SENT[2].text
+
+
+def test_tokens_of_older_weights_and_a_policy_that_learns_may_differ() -> None:
+    alerts, _, _ = watch()
+    with alerts.watching(0):
+        alerts.check(1, {"mismatch/ratio_outside_10_percent": 0.9, "off_policy/age/max": 1.0})
+        alerts.check(2, {"policy/lr": 1e-6, "policy/approx_kl": 0.05})
+        alerts.check(3, {"mismatch/logprob_diff_mean": 1e-6})
+        alerts.check(4, {"mismatch/logprob_diff_mean": 1e-4})
+    assert SENT == []
+
+
 def test_a_run_that_waits_is_told_of_once_a_step_while_it_waits() -> None:
     alerts, _, _ = watch(stalled_after_s=0.05)
     with alerts.watching(3):

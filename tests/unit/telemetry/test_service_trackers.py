@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sqlite3
+import sys
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -13,7 +14,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from skyrl_train.config.schema import Config, MlflowConfig, PrometheusConfig, TrackerConfig, TrackioConfig
+from skyrl_train.config.schema import Config, MlflowConfig, PrometheusConfig, TrackerConfig, TrackioConfig, WandbConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.runs.common import build_trackers
 from skyrl_train.telemetry.console import RunConsole
@@ -154,3 +155,13 @@ def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
     with pytest.raises(SkyrlTrainError, match=r"tracker\.mlflow needs a package: pip install 'mlflow-skinny[<>]"):
         logged(tmp_path, TrackerConfig(mlflow=MlflowConfig(enabled=True)))
+
+
+def test_a_missing_package_is_told_before_a_server_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setattr("skyrl_train.telemetry.wandb_tracker.WandbTracker", lambda *_, **__: pytest.fail("too early"))
+    tracker = TrackerConfig(wandb=WandbConfig(enabled=True), mlflow=MlflowConfig(enabled=True))
+    with pytest.raises(SkyrlTrainError, match=r"tracker\.mlflow needs a package"):
+        build_trackers(Config(tracker=tracker), RunFolder(tmp_path), console=RunConsole(), start_step=0, total_steps=1)
