@@ -134,6 +134,10 @@ EXCEPTIONS: Exceptions = {
         "skyrl_train/inference/hf.py",
         "self._weights_lock",
     ): "taken for an update, of which `call_timeout_s` is the deadline",
+    (
+        "skyrl_train/rollout/agents/session.py",
+        "self._in_order",
+    ): "held while a prompt becomes tokens; the end of its trajectory cancels whoever waits",
     ("skyrl_train/inference/hf.py", "self._turn_lock"): "held while the other lock is waited for, as that is",
     (
         "skyrl_train/inference/hf.py",
@@ -168,6 +172,7 @@ EXCEPTIONS: Exceptions = {
     ): "in a child, of its parent, whose end closes the connection",
     ("skyrl_train/rollout/agents/keeper.py", "self._control.recv"): _READABLE,
     ("skyrl_train/rollout/agents/keeper.py", "socket.socket"): "one end of a pair that was made elsewhere",
+    ("skyrl_train/rollout/agents/http_server.py", "self._released.wait"): "awaited, within `wait_for`",
     ("skyrl_train/rollout/agents/sandboxes.py", "process.communicate"): "awaited, within `wait_for`",
     ("skyrl_train/rollout/agents/sandbox.py", "process.wait"): "awaited, within `wait_for`",
     ("skyrl_train/rollout/agents/session.py", "task.exception"): _IS_DONE,

@@ -186,13 +186,18 @@ class _InFlight:
         self._released = asyncio.Event()
 
     async def hold(self, client: str, size: int) -> Callable[[], None]:
-        """Wait until there is room for a body, and return what gives it back. Idempotent, that is."""
+        """Wait until there is room for a body, and return what gives it back. Idempotent, that is. Raises RequestError where
+        none comes."""
         size = size if size > _SMALL_BODY_BYTES else 0
         while size and (
             self._held[client] + size > _MAX_BYTES_IN_FLIGHT // 4 or self._held.total() + size > _MAX_BYTES_IN_FLIGHT
         ):
             self._released.clear()
-            await self._released.wait()
+            try:
+                await asyncio.wait_for(self._released.wait(), _BODY_WITHIN_S)
+            except asyncio.TimeoutError:
+                message = f"other requests left no room for this one within {_BODY_WITHIN_S:g} s; ask again"
+                raise RequestError(message, status=503) from None
         left = Counter({client: size})
         self._held += left
 
