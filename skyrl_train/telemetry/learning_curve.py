@@ -26,13 +26,16 @@ _SMOOTH_FROM_POINTS = 30
 _WINDOW_SHARE = 0.05
 """Width of the running mean, as a share of the points."""
 
+_DRAWN = ("reward/", "env/solved", "eval/accuracy", "eval/loss", "response_length/mean", "train/loss", "policy/lr")
+"""Begin the names of metrics that are in a picture."""
+
 Record = Mapping[str, Any]
 
 
 def draw_learning_curve(metrics_file: Path, image_file: Path, *, title: str) -> bool:
     """Draws the curve of reinforcement learning and replaces the image; False, and no image, while there is no record to
     draw."""
-    if not (records := read_metrics(metrics_file)):
+    if not (records := read_metrics(metrics_file, keeps=_is_drawn)):
         return False
     figure = new_figure((8.0, 8.4), title)
     reward_axes, accuracy_axes, length_axes = figure.subplots(3, 1, sharex=True)
@@ -59,7 +62,7 @@ def draw_learning_curve(metrics_file: Path, image_file: Path, *, title: str) -> 
 
 def draw_loss_curve(metrics_file: Path, image_file: Path, *, title: str) -> bool:
     """The same for supervised training."""
-    if not (records := read_metrics(metrics_file)):
+    if not (records := read_metrics(metrics_file, keeps=_is_drawn)):
         return False
     figure = new_figure((8.0, 6.0), title)
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -90,6 +93,10 @@ def save_figure(figure: Figure, lowest: Any, image_file: Path) -> None:
     image = BytesIO()
     figure.savefig(image, format="png")
     write_atomically(image_file, image.getvalue())
+
+
+def _is_drawn(name: str) -> bool:
+    return name.startswith(_DRAWN)
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,27 +76,29 @@ def _line(metrics: Mapping[str, float], step: int) -> bytes:
     return (json.dumps(record, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, keeps: Callable[[str], bool] = lambda _: True) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, in order; none where the file is absent. A last line that was torn by a kill is
-    left out.
+    left out. Of each record there is its step and what `keeps` says of its names: a whole one takes 12 kB.
 
     Raises DataError where any other line is not a record with a step.
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record["step"], int):
-                raise TypeError("step is not an integer")
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}:{number}: not a metrics record ({type(error).__name__}: {error}). "
-                "Delete the line, or move the file away, if you edited it by hand."
-            ) from error
-        records.append(record)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                if not isinstance(record["step"], int):
+                    raise TypeError("step is not an integer")
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path}:{number}: not a metrics record ({type(error).__name__}: {error}). "
+                    "Delete the line, or move the file away, if you edited it by hand."
+                ) from error
+            records.append({sys.intern(name): value for name, value in record.items() if name == "step" or keeps(name)})
     return records
 
 

@@ -50,3 +50,9 @@ def test_cutting_drops_later_steps_and_a_torn_line(tmp_path, torn):
 def test_cutting_nothing_needs_no_file(tmp_path):
     assert cut_metrics_after(tmp_path / "metrics.jsonl", 3) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_needs_few_metrics_holds_no_others(tmp_path):
+    MetricsLog(tmp_path / "metrics.jsonl").log({"reward/mean": 0.5, "policy/lr": 1.0, "timing/step": 2.0}, step=3)
+    kept = read_metrics(tmp_path / "metrics.jsonl", keeps=lambda name: name.startswith("reward/"))
+    assert kept == [{"reward/mean": 0.5, "step": 3}]
