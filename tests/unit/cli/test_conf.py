@@ -39,6 +39,7 @@ ASKS_FOR_MORE = {
     "batching=auto": ["trainer.memory_budget_gb=1"],
     "environment=text2sql": ["environment.env_class.db_path=/databases"],
     "generator=agent": ["generator.agent_loop.run=json:dumps"],
+    "generator=http": ["generator.http.url=http://127.0.0.1:8000"],
     "generator=replay": ["generator.replay_path=."],
     "generator=vllm": ["placement=ray"],
     "strategy=ddp": ["placement=ray"],
