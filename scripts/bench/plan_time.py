@@ -2,7 +2,7 @@
 
     python scripts/bench/plan_time.py                # two short runs of the bundled experiment, each predicts the other
     python scripts/bench/plan_time.py --steps 8 --check
-    python scripts/bench/plan_time.py --machine [model.path=FOLDER ...]       # by what the machine does in a second
+    python scripts/bench/plan_time.py --machine [+experiment=smollm2 ...]     # by what the machine does in a second
 
 The runs differ in the prompts of a batch and in the optimizer steps made of it. Steps but the first count, in the median,
 as the first makes what later ones find. `--check` exits with status 1 where a prediction is off by more than 20 %.
@@ -61,7 +61,8 @@ def phases_of(settings: list[str]) -> dict[str, float]:
 
 def against_machine(settings: list[str], steps: int, folder: Path) -> float:
     """Print each phase as predicted and as measured; return how far the update is off."""
-    common = ["+experiment=gsm8k_multiturn", "trainer.eval_interval=0", "trainer.eval_before_train=false", *settings]
+    experiment = [] if any(each.startswith("+experiment=") for each in settings) else ["+experiment=gsm8k_multiturn"]
+    common = [*experiment, "trainer.eval_interval=0", "trainer.eval_before_train=false", *settings]
     records = run_of([*common, f"trainer.total_steps={steps}"], folder)
     predicted = phases_of([*common, f"plan.lengths={folder / 'rollouts'}"])
     for name in ("generate", "score", "update"):

@@ -135,11 +135,23 @@ def _estimates(
 
 def _peak(config: Config, estimates: Sequence[PassEstimate], announce: Callable[[str], object]) -> Iterator[Storage]:
     """What the process of a run on a CPU takes at most, where that can be predicted."""
-    positions = {each.role: each.largest_micro_batch_tokens for each in estimates if each.role != "reference"}
+    positions = _trained_positions(estimates)
     with suppress(ModelError, MemoryLimitError):
         if peak := peak_on_cpu(config, positions, announce):
             when = f"in a training pass of {max(positions.values()):,} positions, activations and logits included; predicted"
             yield Storage(what="most of the whole process", kind="kept", num_bytes=peak, when=when)
+
+
+def _trained_positions(estimates: Sequence[PassEstimate]) -> dict[str, int]:
+    """By role, the computed positions of the largest micro-batch in training."""
+    return {each.role: each.largest_micro_batch_tokens for each in estimates if each.role != "reference"}
+
+
+def expected_peak_bytes(config: Config, plan: BatchPlan, lengths: RowLengths) -> int | None:
+    """Return what `peak_on_cpu` predicts of a run whose rows have these lengths; None also where a model is not known."""
+    with suppress(ModelError, MemoryLimitError):
+        return peak_on_cpu(config, _trained_positions(_estimates(config, plan, lengths, {})[1]))
+    return None
 
 
 def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameters: int | None) -> Iterator[Storage]:

@@ -22,8 +22,8 @@ from skyrl_train.config.rewards import reward_entries
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_batch import sizes_of
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
-from skyrl_train.plan.dry_run import expected_step_seconds
-from skyrl_train.plan.estimate import recorded_lengths
+from skyrl_train.plan.dry_run import expected_peak_bytes, expected_step_seconds
+from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.time import duration
 from skyrl_train.runs.build import Host, rollout_generator
 from skyrl_train.seeding import derive_seed
@@ -44,9 +44,6 @@ _GENERATE_S = 8.0
 """Expected seconds of the rollouts beyond which the look's responses are cut shorter than the run's."""
 _Turns = tuple[tuple[int, ...], ...]
 """The token ids of an answer's turns."""
-_ADAM_BYTES = 8
-"""Of a trained parameter's two averages, which the first step allocates."""
-_GRADIENT_BYTES = 4
 _ALL_BUT_ALL = 0.99
 """Share of failed samples that is allowed at most: of samples that all failed there is nothing to see."""
 
@@ -238,8 +235,10 @@ def _look(
         forget_rewards()  # so that an object that counts its calls begins anew
     is_profiled = 1 in config.trainer.profile_steps  # and would be of this update
     is_measured = not (config.platform.on_gpu or is_profiled or any(each.failed for each in made))
-    learn_s, grown = _update(generated, settings, learners) if is_measured else (0.0, 0)
-    of_step = _step_seconds(config, plan, small, generated.everything, generate_s, learn_s)
+    learn_s = _update(generated, settings, learners) if is_measured else 0.0
+    lengths = recorded_lengths([generated.everything], step_wise=config.generator.is_step_wise, source="the first look")
+    more = plan.num_samples_per_batch / len(made)
+    of_step = _step_seconds(config, plan, small, lengths, generate_s, learn_s, more=more)
     return Seen(
         rollouts=generated.everything,
         others=others,
@@ -247,7 +246,7 @@ def _look(
         learn_s=of_step[1],
         is_measured=is_measured,
         peak_bytes=_peak_bytes(),
-        step_bytes=_step_bytes(config, learners, generated.everything, grown) if is_measured else 0,
+        step_bytes=expected_peak_bytes(config, plan, lengths) or 0,
     )
 
 
@@ -279,11 +278,11 @@ def _response(turn: Turn) -> tuple[int, ...]:
     return tuple(turn.response_token_ids.tolist())
 
 
-def _update(generated: Generated, settings: PPOSettings, learners: Learners) -> tuple[float, int]:
-    """Score and update once, and drop the gradient; return the seconds, and by how many bytes the process grew."""
+def _update(generated: Generated, settings: PPOSettings, learners: Learners) -> float:
+    """Score and update once, and drop the gradient; return the seconds."""
     from skyrl_train.trainers import steps
 
-    trainer, began, before = settings.trainer, time.monotonic(), _peak_bytes()
+    trainer, began = settings.trainer, time.monotonic()
     critic = None if learners.critic is None else cast("Learner", _Undone(learners.critic))
     undone = replace(learners, policy=cast("Learner", _Undone(learners.policy)), critic=critic)
     try:
@@ -297,7 +296,7 @@ def _update(generated: Generated, settings: PPOSettings, learners: Learners) -> 
         undone.policy.optim_step()  # where the update broke off
         if critic is not None:
             critic.optim_step()
-    return time.monotonic() - began, _peak_bytes() - before
+    return time.monotonic() - began
 
 
 def _peak_bytes() -> int:
@@ -306,29 +305,21 @@ def _peak_bytes() -> int:
 
 
 def _step_seconds(
-    config: Config, plan: BatchPlan, small: Config, rollouts: RolloutBatch, generate_s: float, learn_s: float
+    config: Config,
+    plan: BatchPlan,
+    small: Config,
+    lengths: RowLengths,
+    generate_s: float,
+    learn_s: float,
+    *,
+    more: float,
 ) -> tuple[float, float]:
-    """Seconds of a step's rollouts, and of the rest: those of the look, times what the plan expects a step to be longer."""
-    lengths = recorded_lengths([rollouts], step_wise=config.generator.is_step_wise, source="the first look")
+    """Seconds of a step's rollouts, and of the rest: those of the look, times what the plan expects a step to be longer,
+    or else `more`."""
     of_step = expected_step_seconds(config, plan, lengths=lengths)
     of_look = expected_step_seconds(small, _plan(small), lengths=lengths)
     if of_step is None or of_look is None:
-        more = plan.num_samples_per_batch / len(rollouts.trajectories)
         return generate_s * more, learn_s * more
     expected_s = of_step.score_s + of_step.update_s
-    more = expected_s / (of_look.score_s + of_look.update_s)
-    return generate_s * of_step.generate_s / of_look.generate_s, learn_s * more or expected_s
-
-
-def _step_bytes(config: Config, learners: Learners, rollouts: RolloutBatch, grown: int) -> int:
-    """What the process has had, the averages of Adam, and what micro-batches of the run's size take more than the look's."""
-    trainer = config.trainer
-    trained = sum(each.numel() for each in cast("Any", learners.policy).engine.parameters.values())
-    samples, tokens = len(rollouts.trajectories), sum(len(each.contexts()[-1]) for each in rollouts.trajectories)
-    most = trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt * tokens // samples
-    micro_batch = trainer.max_tokens_per_microbatch
-    if trainer.micro_batching == "fixed":
-        micro_batch = trainer.micro_train_batch_size_per_gpu * tokens // samples
-    more = max(0, min(micro_batch, most) - tokens) / tokens
-    averages = 0 if trainer.policy.optimizer.name == "sgd" else _ADAM_BYTES * trained
-    return _peak_bytes() + averages + int(max(0, grown - _GRADIENT_BYTES * trained) * more)
+    longer = expected_s / (of_look.score_s + of_look.update_s)
+    return generate_s * of_step.generate_s / of_look.generate_s, learn_s * longer or expected_s

@@ -36,7 +36,7 @@ class Seen:
     peak_bytes: int
     """The most memory of the process so far."""
     step_bytes: int
-    """The most that a step is expected to take; 0 is not known."""
+    """The most that the process is expected to take in a step; 0 is not known."""
 
     @property
     def kept(self) -> list[Trajectory]:
