@@ -1,9 +1,12 @@
-"""What this project's own metadata say, and where its commands find modules. Needs the standard library alone."""
+"""What this project's own metadata say, and where its commands find modules and programs. Needs the standard library."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +14,10 @@ from pathlib import Path
 DISTRIBUTION = "one-gradient-skyrl-train"
 """The name that pip knows, as in pyproject.toml. PyPI's `skyrl-train` is another project's."""
 _PARENT = Path(__file__).resolve().parents[1]
+_INTERPRETER = re.compile(r"(python|pypy|bash|dash|sh|zsh|node|perl|ruby)[\d.]*")
+_SCRIPT = re.compile(r"[^-{}][^{}]*\.(py|sh|js|mjs|cjs|pl|rb)")
+_NO_SCRIPT = ("-c", "-e", "-m")
+"""Options of interpreters in place of a script."""
 
 
 def requirements() -> list[str]:
@@ -47,3 +54,38 @@ def find_modules_here() -> None:
     folder = os.getcwd()
     if folder not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, folder)
+
+
+def find_programs(words: Sequence[str]) -> list[str]:
+    """Return a command that can run in any folder: its program, if it is a path, and an interpreter's script are found from
+    the folder where the user stands. What is not there stays as it is, as do names that PATH finds."""
+    found = list(words)
+    for index in _programs(words):
+        path = Path(words[index]).expanduser()
+        if path.exists() and (index or os.sep in words[index]):
+            found[index] = str(path.absolute())
+    return found
+
+
+def missing_program(words: Sequence[str]) -> str | None:
+    """Return the word of a command for its program, or an interpreter's script, that is not here; None where all are."""
+    found = find_programs(words)
+    for index in _programs(words):
+        if not (Path(found[index]).exists() if index else shutil.which(found[index])):
+            return words[index]
+    return None
+
+
+def _programs(words: Sequence[str]) -> Iterator[int]:
+    """Yield the index of the program, and that of the script where it is an interpreter."""
+    if not words or "{" in words[0]:
+        return
+    yield 0
+    if not _INTERPRETER.fullmatch(Path(words[0]).name):
+        return
+    for index, word in enumerate(words[1:], 1):
+        if word in _NO_SCRIPT:
+            return
+        if _SCRIPT.fullmatch(word):
+            yield index
+            return

@@ -24,6 +24,7 @@ from skyrl_train.config.validate import near_path
 from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, ModelError, Violation
+from skyrl_train.installed import missing_program
 from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.model.gguf import check_gguf
 from skyrl_train.registry import did_you_mean, part_name, split_spec
@@ -182,14 +183,25 @@ def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: Pl
 
 
 def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
-    """A launcher of agents' commands that is not installed, is not running, or lacks its image."""
-    spec = split_spec(generator.agent_loop)[1].get("launcher")
-    if AGENT_LOOPS.name_of(generator.agent_loop) != AGENT or spec is None:
+    """A command of agents that is not here; a launcher that is not installed, is not running, or lacks its image."""
+    arguments = split_spec(generator.agent_loop)[1]
+    spec, command = arguments.get("launcher"), arguments.get("command", ())
+    if AGENT_LOOPS.name_of(generator.agent_loop) != AGENT:
         return
     try:
-        check = launcher_of(spec).check
+        launcher = launcher_of(spec)
     except ConfigError:  # of which the rules on settings tell
         return
+    commands = {f"{LAUNCHERS.setting}.{name}": getattr(launcher, name) for name in ("start", "enter", "cleanup")}
+    if spec is None and isinstance(command, (list, tuple)):
+        commands = {f"{AGENT_LOOPS.setting}.command": tuple(command)}
+    for field, words in ({} if launcher.check else commands).items():
+        if (missing := missing_program(words)) is not None:
+            rule = f"must be a program on PATH or a file, which is looked for from {Path.cwd()}"
+            yield Violation.of(field, missing, rule, f"correct its path or install it: {near_path(missing)}")
+    if spec is None:
+        return
+    check = launcher.check
     try:
         done = subprocess.run(check or ("true",), capture_output=True, timeout=_LAUNCHER_WITHIN_S, check=False)
         said = " ".join((done.stderr or done.stdout).decode(errors="replace").split())[-300:] if done.returncode else ""

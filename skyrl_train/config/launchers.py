@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.installed import find_programs
 from skyrl_train.sandbox import programs, system_words
 
 LAUNCHER_SETTING = "generator.agent_loop.launcher"
@@ -76,7 +77,7 @@ class Launcher:
                 rule = "must be a list of words, as no shell reads it"
                 yield Violation.of(field, words, rule, f"write {name}: [docker, ...]")
                 continue
-            object.__setattr__(self, name, tuple(words))
+            object.__setattr__(self, name, tuple(find_programs(words)))
             known = (*OF_SANDBOX, *OF_TASK) if name == "enter" else OF_SANDBOX if name in ("start", "cleanup") else ()
             yield from placeholder_violations(field, words, known)
         if (self.start or self.remaining) and not self.cleanup:

@@ -29,6 +29,7 @@ import httpx
 from skyrl_train.config.agents import RUN_SETTING, launcher_of
 from skyrl_train.config.launchers import VARIABLES
 from skyrl_train.errors import EngineError, SandboxError
+from skyrl_train.installed import find_programs
 from skyrl_train.registry import PartSpec, import_attr, split_spec
 from skyrl_train.rollout.agents.endpoint import Address
 from skyrl_train.rollout.agents.sandbox import Sandbox, filled
@@ -177,7 +178,8 @@ async def _execute(
     if not launcher.inherits:
         inherited = {name: value for name, value in os.environ.items() if name in _HARMLESS or name.startswith("LC_")}
         inherited = {**inherited, "HOME": values["folder"]}
-    words = [filled(word, values) for word in (*launcher.enter, *command)]
+    own = command if launcher.enter or launcher.start else find_programs(command)  # a sandbox has files of its own
+    words = [filled(word, values) for word in (*launcher.enter, *own)]
     try:
         status = await sandbox.run(words, {**inherited, **_variables(values)})
     except SandboxError as error:

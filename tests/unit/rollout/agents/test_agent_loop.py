@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from skyrl_train.cli.machine import RL_MACHINE_RULES
 from skyrl_train.config.agents import AGENT_RULES
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig
@@ -320,6 +321,48 @@ def test_a_command_that_cannot_be_started_says_why(run: Run) -> None:
     failure = run(scripted(), {"command": ["/no/such/program"]}).failure
     assert failure is not None
     assert "could not be started (FileNotFoundError" in failure.message
+
+
+def test_programs_are_found_from_where_the_user_stands(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then = "json.dump(float(said == task['answer']), open(sys.argv[2], 'w'))"
+    command(tmp_path, f"#!{sys.executable}\n{then}")
+    program = tmp_path / "bin" / "play"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\n{AGENT}{then}")
+    program.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    for words in ([sys.executable, "-S", "agent.py"], ["bin/play"]):
+        trajectory = run(scripted("5"), {"command": [*words, "{task_file}", "{report_file}"]})
+        assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["python3", "agnt.py", "{task_file}"], "'agnt.py'"),
+        (["./play", "{task_file}"], "'./play'"),
+        (["no-such-program"], "'no-such-program'"),
+        (["python3", "agent.py", "agnt.py"], None),
+        (["python3", "-m", "agnt.py"], None),
+        (["python3", "{folder}/made.py"], None),
+    ],
+)
+def test_a_program_that_is_not_here_is_told_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], missing: str | None
+) -> None:
+    (tmp_path / "agent.py").touch()
+    monkeypatch.chdir(tmp_path)
+    root = settings({"_target_": "agent", "command": words})
+    rules = [rule for rule in RL_MACHINE_RULES if getattr(rule, "__name__", "") == "_launcher"]
+    told = [str(each) for each in run_rules(root, rules)]
+    assert len(told) == (missing is not None)
+    if missing is not None:
+        assert told[0].startswith(
+            "generator.agent_loop.command: must be a program on PATH or a file, which is looked for"
+        )
+        assert f"from {tmp_path}; got {missing}" in told[0]
 
 
 # Services
