@@ -68,7 +68,7 @@ class LoopThread:
         return self._loop.is_closed()
 
     def close(self) -> None:
-        """Close what is to be closed with the loop, and stop it. Idempotent."""
+        """Close what is to be closed with the loop, cancel what else runs on it, and stop it. Idempotent."""
         if self._loop.is_closed():
             return
         for closer in _CLOSERS.pop(self._loop, []):
@@ -76,6 +76,7 @@ class LoopThread:
                 self.run(asyncio.wait_for(closer(), _CLOSERS_TIMEOUT_S))
             except Exception as error:  # of any kind: the others are closed, too
                 logger.warning("%s", str(error) or f"not closed: {type(error).__name__}")
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop)], timeout=_CANCEL_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CANCEL_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -86,6 +87,17 @@ class LoopThread:
         if cancelled:
             waiting = asyncio.wait(cancelled, timeout=_CANCEL_TIMEOUT_S)
             asyncio.run_coroutine_threadsafe(waiting, self._loop).result(_CANCEL_TIMEOUT_S)
+
+
+async def _end_tasks() -> None:
+    """Cancel all other tasks of the loop and wait for them. One that is collected with a loop that has ended, or whose
+    exception nobody asked for, would be told at the end of the process, when logs may be closed."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait({asyncio.gather(*tasks, return_exceptions=True)}, timeout=_CANCEL_TIMEOUT_S)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def at_close(closer: _Closer) -> None:
