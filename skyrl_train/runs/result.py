@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.sft import AnyConfig
+from skyrl_train.errors import StopRequested
 from skyrl_train.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -45,8 +47,15 @@ def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
     from skyrl_train.runs.common import open_folder
 
     folder = open_folder(config)
-    with _logged(config, folder):
-        run(config)
+    try:
+        with _logged(config, folder):
+            run(config)
+    except (KeyboardInterrupt, StopRequested) as error:
+        line = f"{str(error) or 'interrupted'}. The run is in {folder.root}: "
+        line += f'the same load_config with "output_dir={folder.root}" goes on with it'
+        error.args = (line,)
+        error.__dict__["_render_traceback_"] = partial(list, [f"{type(error).__name__}: {line}"])  # what IPython shows
+        raise error.with_traceback(None) from None  # the whole traceback is in run.log
     from skyrl_train.telemetry.metrics_log import read_metrics
     from skyrl_train.trainers.evaluation_report import read_evaluations
 

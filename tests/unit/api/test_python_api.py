@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import skyrl_train
 from skyrl_train import load_config
 from skyrl_train.cli.composition import as_override
 from skyrl_train.data.prompts import load_prompts
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.errors import ConfigError, DataError, StopRequested
 from skyrl_train.objects import named_part, named_rows
 from skyrl_train.registry import import_attr, split_spec
 from skyrl_train.rollout.environments import uses_processes
 from skyrl_train.rollout.reward_functions import call_reward
+from skyrl_train.runs.result import run_logged
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"prompt": f"{n} and {n}?", "answer": str(2 * n)} for n in range(8)]
@@ -186,6 +188,33 @@ def test_a_tokenizer_and_a_dataset_may_be_objects(tmp_path: Path, monkeypatch: p
     assert len(load_tokenizer(first.model)) == len(tokenizer)
     assert len(load_prompts(first.data.train)) == 32
     assert first.output_dir != second.output_dir
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(KeyboardInterrupt(), "interrupted"), (StopRequested("SIGINT", 3), "stopped by SIGINT after step 3")],
+)
+def test_an_interrupted_run_names_its_folder_and_how_to_go_on_in_one_line(
+    tmp_path: Path, error: BaseException, words: str
+) -> None:
+    config = load_config(f"output_dir={tmp_path / 'run'}")
+
+    def deep(depth: int) -> None:
+        if not depth:
+            raise error
+        deep(depth - 1)
+
+    with pytest.raises(type(error)) as raised:
+        run_logged(config, lambda _: deep(30))
+    line = (
+        f'{words}. The run is in {tmp_path}/run: the same load_config with "output_dir={tmp_path}/run" goes on with it'
+    )
+    assert str(raised.value) == line
+    # IPython asks an exception for its lines in this way; Python shows the frames of this file and one more.
+    assert raised.value._render_traceback_() == [f"{type(error).__name__}: {line}"]  # type: ignore[attr-defined]
+    assert len(traceback.extract_tb(raised.tb)) == 2
+    assert raised.value.__cause__ is None
+    assert "line repeated 27 more times" in (tmp_path / "run" / "run.log").read_text()
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
