@@ -58,10 +58,14 @@ _NOT_SECRET = ("PATH", "HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "SHELL", "T
 _LOOKS_SECRET = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=~.%-]{8,}")
 """Behind a name that is a word of sentences, too."""
 
-_NAME = re.compile(r"--(?P<flag>[A-Za-z][\w-]*)\s(?!-)|(?P<name>[A-Za-z_][\w.-]*)(?P<sign>['\"]?\s?[=:]\s?)")
+_NAME = re.compile(
+    r"--(?P<flag>[A-Za-z](?:-?\w)*)\s(?!-|[=:]\s)|(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>['\"]?\s?[=:]\s?)"
+)
+"""A long word is read once: not from each of its letters, and flags from the last `--` alone."""
+_NO_NAME = re.compile(r"[^A-Za-z_]*")
 _ERROR_CLASS = re.compile(r"[A-Z]\w*(?:Error|Exception|Warning)")
 """`KeyError: 'answer'`: a text names errors by their class."""
-_VALUE = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\$\{[^}]*\}|[^\s,;&'\"(){}\[\]]+")
+_VALUE = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\$\{[^}]{0,999}\}|[^\s,;&'\"(){}\[\]]+")
 _PASSWORD_OF_URL = re.compile(r"://[^\s/:@]*:(?P<value>[^\s/@]+)@")
 _SHAPES = re.compile(
     r"""
@@ -113,8 +117,11 @@ def redact(value: Any, name: str = "") -> Any:
 def redact_text(text: str) -> str:
     """The text with `<redacted>` in place of each secret: learned, of a known shape, or assigned to a secret's name."""
     text = _SHAPES.sub(REDACTED, text)
-    for start, stop in reversed(list(_assigned(text))):
-        text = f"{text[:start]}{REDACTED}{text[stop:]}"
+    end, kept = 0, []
+    for start, stop in _assigned(text):
+        kept += [text[end:start], REDACTED]
+        end = stop
+    text = "".join(kept) + text[end:]
     for secret in _learned:
         if len(secret) >= _WITHIN_WORDS or not secret.islower():
             text = text.replace(secret, REDACTED)
@@ -198,22 +205,20 @@ def _assigned(text: str) -> Iterator[tuple[int, int]]:
     like a secret."""
     end = 0
     for match in _NAME.finditer(text):
-        last = (match["flag"] or match["name"]).rpartition(".")[2]
-        words = [word.lower() for word in _WORD.findall(last)]
-        is_query = text[: match.start()].endswith(("?", "&"))
+        name = match["flag"] or _NO_NAME.sub("", match["name"], count=1)
+        last, sign = name.rpartition(".")[2], match["sign"] or ""
+        if match.end() < end or not is_secret_name(last) or (":" in sign and _ERROR_CLASS.fullmatch(last)):
+            continue
         found = _VALUE.match(text, match.end())
-        if (
-            found is None
-            or match.end() < end
-            or not is_secret_name(last)
-            or (len(words) == 1 and words[0] in _OPEN_WORDS and not (is_query and _LOOKS_SECRET.fullmatch(found[0])))
-            or (":" in (match["sign"] or "") and _ERROR_CLASS.fullmatch(last))
-        ):
+        words = [word.lower() for word in _WORD.findall(last)]
+        is_open = len(words) == 1 and words[0] in _OPEN_WORDS
+        is_query = text[match.start() - 1 : match.start()] in ("?", "&")
+        if found is None or (is_open and not (is_query and _LOOKS_SECRET.fullmatch(found[0]))):
             continue
         plain = found[0].strip("'\"")
         if not plain or plain.isdigit() or plain.startswith("${") or plain.lower() in _NO_SECRETS:
             continue
-        is_prose = ":" in (match["sign"] or "") and plain == found[0]
+        is_prose = ":" in sign and plain == found[0]
         if is_prose and (plain.strip(".!?").isalpha() or (len(words) == 1 and not _LOOKS_SECRET.fullmatch(plain))):
             continue
         end = found.end()

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import sys
+import time
 import uuid
 from pathlib import Path
 from urllib.parse import quote
@@ -64,6 +65,21 @@ def test_what_an_error_of_python_quotes_is_no_secret_of_its_class(monkeypatch):
     assert redact_text("key_error='hunter22' api_key: 'hunter22'") == "key_error=<redacted> api_key: <redacted>"
     assert redact_text("KeyError: 'hf_abcdefghijklmnopqrstuv'") == "KeyError: '<redacted>'"
     assert redact_text("KeyError=hunter22") == "KeyError=<redacted>"
+
+
+@pytest.mark.parametrize("word", ["a", "--a", "token=${"])
+def test_a_long_word_takes_time_in_proportion(word):
+    long = word * (1_000_000 // len(word))
+    began = time.process_time()
+    assert redact_text(f"{long} api_key=abc").endswith("<redacted>")
+    assert time.process_time() - began < 5.0  # 0.3 on a quiet processor, and hours where each letter begins a search
+
+
+def test_flags_are_names_wherever_they_stand():
+    assert redact_text("--password = hunter22 --token :abc") == "--password = <redacted> --token <redacted>"
+    assert redact_text("run--api-key abc 2token=x1 \u00e9token=x1") == (
+        "run--api-key <redacted> 2token=<redacted> \u00e9token=<redacted>"
+    )
 
 
 def test_no_setting_of_ours_is_taken_for_a_secret():
