@@ -12,8 +12,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +28,7 @@ from skyrl_train.rollout.env_processes import Imported, WorkerEnded
 from skyrl_train.rollout.env_variables import given
 from skyrl_train.rollout.environments import variables_of
 from skyrl_train.rollout.plain_data import plain
+from skyrl_train.telemetry.redaction import copy_redacted
 from skyrl_train.threads import in_time
 
 _CHUNK = 1 << 18
@@ -33,6 +36,8 @@ _IMPORT_TIMEOUT_S = 120.0
 IMPORT_DEADLINE_S = 3 * _IMPORT_TIMEOUT_S
 """Of all that an import in a process of its own may take: with a second start, and its end."""
 _CLOSE_TIMEOUT_S = 10.0
+_DRAIN_TIMEOUT_S = 2.0
+_MAX_LOG_BYTES = 16 << 20
 _PERHAPS_MEMORY = {-signal.SIGKILL: ", as the kernel does where memory runs out"}
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _BOOT = """
@@ -125,6 +130,8 @@ class LocalWorkers:
         self._imported = Imported()
         self._starting = asyncio.Lock()
         self._log: IO[bytes] | None = None
+        self._copier: threading.Thread | None = None
+        """Copies what workers print to the log, without the secrets that this process knows."""
 
     async def ready(self) -> Imported:
         if self._control is not None and self._loaded is not None and self._loaded.done():
@@ -164,6 +171,7 @@ class LocalWorkers:
     async def aclose(self) -> None:
         await self._end_supervisor()
         if self._log is not None:
+            await asyncio.to_thread(self._drain)
             self._log.close()
             self._log = None
 
@@ -173,13 +181,17 @@ class LocalWorkers:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         variables = given(os.environ, self._settings.named)
-        with theirs:
+        reader, writer = os.pipe()
+        write = partial(_append, self._log_file())
+        self._copier = threading.Thread(target=copy_redacted, args=(reader, write), daemon=True)
+        self._copier.start()
+        with theirs, open(writer, "wb") as output:
             self._process = subprocess.Popen(
                 [*self._interpreter(), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._log_file(),
-                stderr=self._log_file(),
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 env=_environment(variables, apart=bool(self._settings.python)),
             )
@@ -287,8 +299,14 @@ class LocalWorkers:
             self._log = tempfile.TemporaryFile("a+b") if place is None else place.open("ab")  # noqa: SIM115 - until aclose
         return self._log
 
+    def _drain(self) -> None:
+        """Wait for what workers have written; not for those that a process of theirs which is left may write."""
+        if self._copier is not None:
+            self._copier.join(_DRAIN_TIMEOUT_S)
+
     def _last_words(self) -> str:
         """Return the last lines of the log, for an error message."""
+        self._drain()
         try:
             log = self._log_file()
             with open(f"/proc/self/fd/{log.fileno()}", "rb") as stream:
@@ -297,6 +315,14 @@ class LocalWorkers:
         except OSError:
             return ""
         return "Its last words:\n" + "\n".join(lines[-12:])
+
+
+def _append(log: IO[bytes], text: bytes) -> None:
+    """Write to a log, which is emptied before where it has grown large. Raises OSError, ValueError once it is closed."""
+    if os.fstat(log.fileno()).st_size > _MAX_LOG_BYTES:
+        log.truncate(0)
+    log.write(text)
+    log.flush()
 
 
 def _manner(status: int) -> str:

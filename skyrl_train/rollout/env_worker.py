@@ -55,8 +55,6 @@ from skyrl_train.rollout.tools.toolbox import tool_violations
 from skyrl_train.telemetry import stacks
 from skyrl_train.types import FailureKind
 
-MAX_LOG_BYTES = 16 << 20
-"""A log of the workers' output that has grown beyond this is emptied."""
 _CHUNK = 1 << 18
 _LOOK_EVERY_S = 1.0
 _END_WITHIN_S = 5.0
@@ -222,7 +220,6 @@ class Supervisor:
         try:
             while self._serve():
                 self._collect()
-                _empty_large_log()
         finally:
             self._end_all()
 
@@ -287,13 +284,6 @@ class Supervisor:
                 kill(process)
             self._collect()
             time.sleep(0.005)
-
-
-def _empty_large_log() -> None:
-    """What workers write goes to standard error, which may be a file; they append."""
-    with contextlib.suppress(OSError):
-        if os.fstat(2).st_size > MAX_LOG_BYTES:
-            os.ftruncate(2, 0)
 
 
 def _receive_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -14,7 +14,8 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
@@ -88,6 +89,7 @@ _SHAPES = re.compile(
 """What services give a shape of its own: Hugging Face, OpenAI and Anthropic, Stripe, GitHub, GitLab, AWS, Google, Slack,
 Weights & Biases, Groq, NVIDIA, npm, PyPI and others, JSON web tokens, private keys, addresses that chats post to."""
 
+_COPIED_BYTES = 1 << 16
 _learned: list[str] = []
 """Secrets of this process, as its command line and its environment are, in each of their forms, the longest first."""
 
@@ -128,6 +130,19 @@ def redact_text(text: str) -> str:
         elif secret in text:
             text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", REDACTED, text)
     return text
+
+
+def copy_redacted(reader: int, write: Callable[[bytes], object]) -> None:
+    """Hand on what comes over a pipe, in whole lines and without secrets, until nobody can write to it any more."""
+    with suppress(OSError), open(reader, "rb", buffering=0) as stream:
+        chunk, pending = b"-", b""
+        while chunk:
+            chunk = stream.read(_COPIED_BYTES)
+            lines, newline, pending = (pending + chunk).rpartition(b"\n")
+            if not chunk or len(pending) > _COPIED_BYTES:
+                newline, pending = newline + pending, b""
+            with suppress(OSError, ValueError):  # the disk refuses, or the log is closed: who writes must not wait
+                write(redact_text((lines + newline).decode(errors="replace")).encode())
 
 
 def learn_secrets(values: Any, name: str = "") -> None:

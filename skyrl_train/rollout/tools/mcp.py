@@ -25,7 +25,7 @@ from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.installed import install_command
 from skyrl_train.rollout.tools.toolbox import Schema, ToolError, ToolUnavailable
 from skyrl_train.telemetry.json_text import shown
-from skyrl_train.telemetry.redaction import learn_secrets, redact_text
+from skyrl_train.telemetry.redaction import copy_redacted, learn_secrets, redact_text
 from skyrl_train.wording import counted
 
 with contextlib.suppress(ImportError):  # here, so that workers are forked from a process that has imported it
@@ -37,8 +37,6 @@ _LAST_LINES_TIMEOUT_S = 1.0
 """Within which what a server wrote is read to its end; a process that it started may hold the pipe for longer."""
 _LAST_LINES, _LAST_CHARACTERS, _KEPT_BYTES = 5, 500, 4096
 """What a message has of it."""
-_LONGEST_LINE = 2000
-"""Bytes of it that are passed on: secrets are looked for in quadratic time, and a flood may have no lines at all."""
 logger = logging.getLogger(__name__)
 _CLIENT_LOG = logging.getLogger("mcp.client.stdio")
 
@@ -161,20 +159,18 @@ class _ErrorLog:
         self.file.close()
         self._thread.join(_LAST_LINES_TIMEOUT_S)
         lines = [line.strip() for line in self._end.decode(errors="replace").splitlines() if line.strip()]
-        text = redact_text(" | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:])
+        text = " | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:]
         noise = (
             f"; {counted(self._num_noise, 'line')} of its standard output were no messages: {self._first_noise}, ..."
         )
         return (f"; it wrote: {text}" if text else "") + (noise if self._num_noise else "")
 
     def _copy(self) -> None:
-        with contextlib.suppress(OSError), open(self._reader, "rb", buffering=0) as stream:
-            pending = b""
-            while chunk := stream.read(1 << 16):
-                self._end = (self._end + chunk)[-_KEPT_BYTES:]
-                *lines, pending = (each[:_LONGEST_LINE] for each in (pending + chunk).split(b"\n"))
-                os.write(2, redact_text(b"".join(b"%b\n" % line for line in lines).decode(errors="replace")).encode())
-            os.write(2, redact_text(pending.decode(errors="replace")).encode())
+        def write(text: bytes) -> None:
+            self._end = (self._end + text)[-_KEPT_BYTES:]
+            os.write(2, text)
+
+        copy_redacted(self._reader, write)
 
 
 class _Connection:

@@ -19,6 +19,7 @@ import pytest
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import ConfigError, SkyrlTrainError
+from skyrl_train.rollout import env_local
 from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
 from skyrl_train.rollout.env_connection import MAX_FRAME_BYTES, Frames, frame
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings, violations_in_process
@@ -27,6 +28,7 @@ from skyrl_train.rollout.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment
+from skyrl_train.telemetry import redaction
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
 from tests.support.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
@@ -407,3 +409,33 @@ def test_messages_arrive_whole_however_they_are_cut() -> None:
     assert [m for at in range(len(data)) for m in frames.feed(data[at : at + 1])] == messages
     with pytest.raises(ValueError, match="at most"):
         frame("x" * MAX_FRAME_BYTES)
+
+
+def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "printing.py").write_text(
+        "import os\n"
+        "class Printing:\n"
+        "    def __init__(self, env_config, extras): os.write(2, b'made: the trainer knows hunter22-of-it, ')\n"
+        "    def init(self, prompt): return prompt, {}\n"
+        "    def step(self, action):\n"
+        "        print('password=of-another step', action)\n"
+        "        os._exit(3)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(redaction, "_learned", [])
+    redaction.learn_secrets("hunter22-of-it", "api_key")
+    log = tmp_path / "environments.log"
+    log.write_bytes(b"of the run before\n" * 20)
+    monkeypatch.setattr(env_local, "_MAX_LOG_BYTES", 300)
+
+    async def play() -> None:
+        settings = WorkerSettings(specs=("printing:Printing",), registry=False, memory_gb=1.0, log=log)
+        among = ProcessEnvironments(LocalWorkers(settings), num_workers=1, timeout_s=10.0)
+        session = EnvironmentSession(among, "printing:Printing", {}, "Printing")
+        await session.start(MESSAGES)
+        with pytest.raises(Broken):
+            await session.step("x")
+        await among.aclose()
+
+    asyncio.run(play())
+    assert log.read_text() == "made: the trainer knows <redacted>, password=<redacted> step x\n"
