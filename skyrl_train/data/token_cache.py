@@ -15,6 +15,8 @@ entry is made again. Entries may be deleted at any time.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -23,6 +25,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ _META = "meta.json"
 _COLUMNS: dict[str, Any] = {"input_ids": np.int32, "loss_mask": np.bool_, "offsets": np.int64}
 _MAKING = ".making-"
 _ATTEMPTS = 3
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+"""Why a folder cannot be renamed to one that is there."""
 _LEFTOVER_AGE_S = 7 * 24 * 3600.0
 _READ_BYTES = 1 << 20
 
@@ -73,30 +78,58 @@ def cached(folder: Path, key: str, make: Callable[[], Examples]) -> TokenStore:
 
 
 def _make(entry: Path, make: Callable[[], Examples]) -> None:
+    """Make an entry. There may be none afterwards, where another process made or removed it or what it is made in."""
     temporary = Path(tempfile.mkdtemp(prefix=f"{_MAKING}{entry.name}-", dir=entry.parent))
+    lock = _locked(temporary)
     try:
         _write(temporary, make())
         try:
             os.rename(temporary, entry)
         except OSError:  # there is one by now: another run's, or the damaged one
             if _problem(entry):
-                os.rename(entry, temporary / "damaged")
+                with suppress(FileNotFoundError):
+                    os.rename(entry, temporary / "damaged")
                 os.rename(temporary, entry)
                 shutil.rmtree(entry / "damaged", ignore_errors=True)
         sync_folder(entry.parent)
+    except OSError as error:
+        # Without a file that the examples come from there is nothing to try again.
+        if error.errno not in _TAKEN and (error.errno != errno.ENOENT or temporary.exists()):
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Return a descriptor that locks a folder until it is closed, or its process ends, however that is; None where the file
+    system has no locks. Raises BlockingIOError where another holds it, FileNotFoundError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what runs that were killed left, long enough ago that nobody can still be writing."""
+    """Remove what runs that were killed left. By age, too: the lock of a run on another machine may not show here, and
+    clocks may be set."""
     for leftover in folder.glob(f"{_MAKING}*"):
         try:
             newest = max(path.stat().st_mtime for path in [leftover, *leftover.iterdir()])
         except OSError:
             continue
         if time.time() - newest > _LEFTOVER_AGE_S:
-            shutil.rmtree(leftover, ignore_errors=True)
+            with suppress(BlockingIOError, FileNotFoundError):
+                lock = _locked(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
+                if lock is not None:
+                    os.close(lock)
 
 
 def _write(folder: Path, examples: Examples) -> None:

@@ -101,6 +101,46 @@ def _make_many(folder: Path, start: float, results: multiprocessing.Queue[list[i
         results.put(cached(folder, f"key{number}", slow_rows).input_ids.tolist())
 
 
+def test_a_clock_that_is_set_forward_takes_nothing_from_a_run_that_is_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def rows() -> Examples:
+        tries.append(1)
+        yield ROWS[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda now=time.time: now() + 30 * 24 * 3600.0)
+            cached(tmp_path, "another", make_rows)
+        yield from ROWS[1:]
+
+    assert cached(tmp_path, "key", rows).input_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert len(tries) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "key"]
+
+
+def test_what_is_removed_while_it_is_made_is_made_again_and_a_missing_source_is_not(tmp_path: Path) -> None:
+    tries = []
+
+    def rows() -> Examples:
+        tries.append(1)
+        if len(tries) == 1:
+            for folder in tmp_path.glob(".making-*"):
+                shutil.rmtree(folder)
+        yield from ROWS
+
+    def from_nowhere() -> Examples:
+        tries.append(1)
+        yield ([1], [True])
+        (tmp_path / "nowhere.jsonl").open()
+
+    assert cached(tmp_path, "key", rows).input_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert len(tries) == 2
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        cached(tmp_path, "other", from_nowhere)
+    assert len(tries) == 3
+
+
 def test_runs_that_make_the_same_entries_at_once_all_get_whole_ones(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     results: multiprocessing.Queue[list[int]] = context.Queue()
