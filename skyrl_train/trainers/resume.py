@@ -113,7 +113,15 @@ def find_start(
     if is_new_fork:
         fork = fork_from(checkpoint, state, run, changes, folder=folder, data=data, total_steps=total_steps)
         lines = (*fork.notes, *_version_changes(state.versions, run.settings))
-        return Start(checkpoint=checkpoint, state=fork.state, own=False, complete=False, notes=lines, fork=fork)
+        return Start(
+            checkpoint=checkpoint,
+            state=fork.state,
+            own=False,
+            complete=False,
+            notes=lines,
+            fork=fork,
+            begins_again=is_begun,
+        )
     layout_changes = check_same_run(changes, checkpoint)
     if state.data != data:
         versions = "".join(f" ({line.partition(':')[0]})" for line in _version_changes(state.versions, {}))

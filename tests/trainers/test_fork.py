@@ -16,6 +16,7 @@ from skyrl_train.trainers.changes import resume_settings
 from skyrl_train.trainers.resume import find_start
 from skyrl_train.trainers.state import DataFingerprint, TrainerState
 from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, make_prompts, send_signal_at
+from tests.support.kills import Killed, killed_in
 from tests.support.sft_runs import sft_run
 
 
@@ -87,6 +88,22 @@ def test_a_stopped_fork_goes_on_with_the_same_command_and_with_latest(tmp_path: 
         assert not (root / mode / "previous-1").exists()
         assert (root / mode / "export/model.json").read_text() == (tmp_path / "whole/export/model.json").read_text()
         assert again.folder.fork_file.is_file()
+
+
+def test_a_fork_that_was_killed_before_its_first_checkpoint_begins_again_and_leaves_nothing(
+    tmp_path: Path, parent: Path
+) -> None:
+    root = tmp_path / "fork"
+    forked(tmp_path / "whole", parent).run()
+    with pytest.raises(Killed):
+        forked(root, parent, on_call=killed_in(4, "train")).run()
+    assert any((root / "rollouts").iterdir())
+    again = forked(root, parent)
+    again.run()
+    assert "forking from" in again.output.getvalue()
+    assert not (root / "previous-1").exists()
+    assert (root / "export/model.json").read_text() == (tmp_path / "whole/export/model.json").read_text()
+    assert again.folder.fork_file.is_file()
 
 
 def test_a_fork_needs_a_folder_of_its_own_and_steps_to_do(tmp_path: Path, parent: Path) -> None:
