@@ -32,7 +32,7 @@ from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError, ModelError
 from skyrl_train.images import Image, ImageSpans, find_spans
 from skyrl_train.telemetry.json_text import shown
-from skyrl_train.types import ChatMessage, TokenIds, Tokenizer
+from skyrl_train.types import ChatMessage, Prompt, TokenIds, Tokenizer
 
 REFERENCE = "sha256:"
 _TIMEOUT_S = 30.0
@@ -160,6 +160,13 @@ def references_in(messages: Iterable[ChatMessage]) -> list[str]:
     """Return the references of all images in messages, in order."""
     parts = [part for each in messages if isinstance(each.get("content"), (list, tuple)) for part in each["content"]]
     return [str(part.get("image")) for part in parts if is_image(part)]
+
+
+def refuse_images(prompt: Prompt) -> None:
+    """For a model that reads none. Raises DataError naming the row."""
+    if references_in(prompt.messages):
+        place = prompt.place or f"prompt {prompt.uid}"
+        raise DataError(f"{place}: has images, and the model reads none. Give model.path one that does.")
 
 
 def with_references(row: Row, settings: ImagesConfig, store: ImageStore = IMAGES) -> Row:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from skyrl_train.config.parts import ENVIRONMENTS, TOOLS
-from skyrl_train.data.images import ImageReading, references_in
+from skyrl_train.data.images import ImageReading, references_in, refuse_images
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.images import ImageSpans, expanded
 from skyrl_train.registry import PartSpec, split_spec
@@ -91,8 +91,8 @@ class ChatTokens:
                 f"{place}: is a conversation, or has tools, and the model reads plain text: there is no chat template, or "
                 "data.prompt_format=text. Make 'prompt' one text, or put a chat_template.jinja beside the tokenizer."
             )
-        if self._images is None and references_in(prompt.messages):  # which the template may refuse, or leave out
-            raise DataError(f"{place}: has images, and the model reads none. Give model.path one that does.")
+        if self._images is None:
+            refuse_images(prompt)  # which the template may refuse, or leave out
         try:
             return self.first_prompt(prompt.messages, tools)
         except Broken as broken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig, 
 from skyrl_train.config.image_rules import layout_violations
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.placement import StrategyConfig
-from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.errors import ConfigError, DataError, ModelError, Violation
 from skyrl_train.registry import PartSpec, part_name, split_spec
 from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.runs.build import chat_tokens
@@ -29,8 +30,11 @@ class CheckedRows:
     validation: list[Prompt]
 
 
-def read_rows(data: DataConfig, environment: EnvironmentConfig) -> CheckedRows:
+def read_rows(model: ModelConfig, data: DataConfig, environment: EnvironmentConfig) -> CheckedRows:
     """Read and check all rows, before anything that imports torch. Raises DataError, ConfigError."""
+    from skyrl_train.data.images import refuse_images
+    from skyrl_train.memory.model_sizes import read_architecture
+
     train = checked_prompts(data, data.train, data.max_train_prompts, environment)
     try:
         validation = checked_prompts(data, data.held_out, data.max_validation_prompts, environment)
@@ -38,6 +42,10 @@ def read_rows(data: DataConfig, environment: EnvironmentConfig) -> CheckedRows:
         raise DataError(
             f"{error} It is of data.validation; data.validation=[] goes without held-out prompts."
         ) from error
+    with suppress(ModelError):  # nothing is known of it yet
+        if "vision_config" not in read_architecture(model.path, revision=model.revision):
+            for prompt in (*train, *validation):
+                refuse_images(prompt)
     return CheckedRows(train=train, validation=validation)
 
 

@@ -310,7 +310,7 @@ def read_all_rows(config: Config) -> list[CheckedRows]:
         return []
     mix = mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
     datasets = [(each.data, each.environment) for each in mix] or [(config.data, config.environment)]
-    return [read_rows(data, environment) for data, environment in datasets]
+    return [read_rows(config.model, data, environment) for data, environment in datasets]
 
 
 def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data:
@@ -383,7 +383,7 @@ def _replayed_data(config: Config) -> Data:
     recording.check(
         train_batch_size=config.trainer.train_batch_size,
         n_samples_per_prompt=config.generator.n_samples_per_prompt,
-        total_steps=config.trainer.total_steps,
+        total_steps=config.trainer.total_steps or config.trainer.epochs * recording.num_steps,
     )
     prompts = recording.prompts
     check_recorded_images(recording, config.model, config.data.images, config.trainer.layout, config.strategy)

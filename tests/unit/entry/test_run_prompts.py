@@ -19,6 +19,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.runs.rl import load_data
 from skyrl_train.runs.sft_data import load_sft_data
 from tests.support.tool_cases import ADD, model_with_tools
+from tests.support.vision_runs import png
 
 BUNDLED = ("builtin:word_problems/train",)
 
@@ -73,24 +74,33 @@ def test_supervised_data_of_ones_own_is_trained_on_alone_which_is_said(own: str)
 
 
 def test_a_row_that_is_refused_is_told_before_torch_is_imported(own: str, tmp_path: Path) -> None:
-    (tmp_path / "my_code.py").write_text("def score(completion, answr):\n    return 1.0\n")
+    (tmp_path / "my_code.py").write_text(
+        "def score(completion, answr): return 1.0\ndef always(completion): return 1.0\n"
+    )
+    (tmp_path / "a.png").write_bytes(png(1))
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
+    shown = write_rows(tmp_path / "shown.jsonl", {"prompt": [{"role": "user", "content": content}]})
     code = f"""
 import sys
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import DataError
 from skyrl_train.runs.rl import train
-environment = EnvironmentConfig(env_class="single_turn", reward="my_code:score", isolation="thread")
-config = Config(output_dir={str(tmp_path / "run")!r}, data=DataConfig(train=({own!r},)), environment=environment)
-try:
-    train(config)
-except DataError as error:
-    print(error)
+def tell(data, env_class, reward=None):
+    environment = EnvironmentConfig(env_class=env_class, reward=reward, isolation="thread")
+    config = Config(output_dir={str(tmp_path / "run")!r}, data=DataConfig(train=(data,)), environment=environment)
+    try:
+        train(config)
+    except DataError as error:
+        print(error)
+tell({own!r}, "single_turn", "my_code:score")
+tell({shown!r}, "single_turn", "my_code:always")
 sys.exit(3 if {{"torch", "transformers"}} & set(sys.modules) else 0)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "own.jsonl, line 1: the reward score takes the column 'answr'" in ended.stdout
     assert "Did you mean 'answer'?" in ended.stdout
+    assert "shown.jsonl, line 1: has images, and the model reads none. Give model.path one" in ended.stdout
     assert ended.returncode == 0, ended.stderr
 
 

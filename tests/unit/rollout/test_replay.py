@@ -11,10 +11,11 @@ import pytest
 from skyrl_train.algorithms.filters import shape_rewards
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.rollout.replay import ReplayGenerator
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs.rl import assembly_settings, load_data
 from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
 from tests.support.journal_cases import SAMPLES, STEPS, run
@@ -109,6 +110,21 @@ def test_a_configuration_that_does_not_fit_is_refused_with_all_reasons(tmp_path:
         "Set generator.n_samples_per_prompt=1",
         "Set trainer.total_steps=1",
     ]
+
+
+def test_more_epochs_than_were_recorded_are_told_at_the_start_with_what_works(tmp_path: Path) -> None:
+    recorded = str(write(tmp_path / "mine.jsonl", line("a"), line("b")))
+    generator = GeneratorConfig(backend="replay", replay_path=recorded, n_samples_per_prompt=1)
+
+    def trainer(**steps: int) -> TrainerConfig:
+        return TrainerConfig(train_batch_size=2, policy_mini_batch_size=2, critic_mini_batch_size=2, **steps)
+
+    with pytest.raises(
+        ConfigError, match=r"trainer\.total_steps: must be at most the number of recorded steps, 1; got 3"
+    ):
+        load_data(Config(generator=generator, trainer=trainer(epochs=3)))
+    for steps in ({"epochs": 3, "total_steps": 1}, {"total_steps": 0}):
+        assert load_data(Config(generator=generator, trainer=trainer(**steps))).num_train == 2
 
 
 def test_a_missing_path_and_an_empty_folder_say_what_to_give(tmp_path: Path) -> None:
