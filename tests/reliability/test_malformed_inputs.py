@@ -1,5 +1,5 @@
-"""Malformed data rows, engine answers, answers of servers and recorded rollouts: each is refused by an error of the project
-that says where, or is accepted with the meaning that `_require_*` states. Any other exception fails the test.
+"""Malformed data rows, answers of engines, servers, environments and judges, recorded rollouts: each is refused by an error
+of the project that says where, or is accepted with the meaning that `_require_*` states. Any other exception fails the test.
 
 A sample runs by default; all of it with `pytest -m slow tests/reliability/test_malformed_inputs.py -s`, which prints counts.
 SKYRL_TRAIN_MALFORMED_COUNT sets the number of cases of each kind.
@@ -33,7 +33,10 @@ from skyrl_train.data.rows import find_sources, read_rows
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.inference.http import HTTPEngine
 from skyrl_train.rollout.checked_engine import check_answer
+from skyrl_train.rollout.env_boundary import Broken, check_step, read_answer
 from skyrl_train.rollout.replay import ReplayGenerator
+from skyrl_train.rollout.rewards.judge import Judge
+from skyrl_train.rollout.rewards.model import RewardModel
 from skyrl_train.telemetry.json_text import json_line
 from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.trainers.state import DataFingerprint
@@ -165,6 +168,78 @@ def served_models(numbers: random.Random, folder: Path) -> str:
     return "accepted"
 
 
+class Scorers:
+    """Judges and a reward model whose servers answer what they are told to, on one event loop."""
+
+    def __init__(self) -> None:
+        self.body, self.loop = b"", asyncio.new_event_loop()
+        self.judges = {
+            form: Judge(url="http://judge", model="m", reply=form, max_retries=0) for form in ("number", "json")
+        }
+        self.model = RewardModel(url="http://judge", served_model="m", max_retries=0, timeout_s=5.0)
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=self.body))
+        for each in (*self.judges.values(), self.model):
+            setattr(each, "_client", lambda: httpx.AsyncClient(base_url="http://judge", transport=transport))  # noqa: B010
+
+
+SCORERS = functools.cache(Scorers)
+
+
+def judge_reply(numbers: random.Random, folder: Path) -> str:
+    """The body of a judge's answer: a score of its scale that the reply states, or a failure; never another number."""
+    scorers = SCORERS()
+    judge = scorers.judges[numbers.choice(("number", "json"))]
+    said = numbers.choice(("score: 7", '{"reasoning": "fair", "score": 7}', "score: 11", "7-8", "\ud800 score: 7"))
+    reply: dict[str, Any] = {"choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}]}
+    reply["usage"] = {"prompt_tokens": 9, "completion_tokens": 3}
+    scorers.body = as_text(numbers, mutated(numbers, reply))
+    try:
+        # A completion that was not judged before.
+        score = scorers.loop.run_until_complete(judge(completion=str(numbers.random()), prompt="2+2?"))
+    except Broken as error:
+        outcome = _refused(EngineError(error.message), "judge")
+    else:
+        assert score == 0.7
+        outcome = "accepted"
+    assert all(math.isfinite(value) and value >= 0 for value in judge.take_metrics().values())
+    return outcome
+
+
+def served_score(numbers: random.Random, folder: Path) -> str:
+    """The body of the answer of a server with a reward model: the number in it, or a failure."""
+    scorers = SCORERS()
+    scorers.body = as_text(numbers, mutated(numbers, {"data": [{"index": 0, "probs": [0.25, 0.5], "num_classes": 2}]}))
+    asked = scorers.model(completions=["4"], messages=[[{"role": "user", "content": "2+2?"}]])
+    try:
+        (score,) = scorers.loop.run_until_complete(asked)
+    except EngineError as error:
+        return _refused(error, "http://judge")
+    given = json.loads(scorers.body)["data"][0]["probs"]
+    assert type(score) is float
+    assert math.isfinite(score)
+    assert isinstance(given, list)
+    assert type(given[0]) in (int, float)
+    assert score == given[0]
+    return "accepted"
+
+
+def environment_answer(numbers: random.Random, folder: Path) -> str:
+    """What a worker process, or a server behind it, answers to a step: the reward in it, or a failure."""
+    step = {"observations": [{"role": "user", "content": "no"}], "reward": 0.5, "done": False}
+    named = {"observations": None, "reward": {"right": 1.0, "short": -0.5}, "done": True}
+    answer = mutated(numbers, {"value": numbers.choice((step, named))})
+    try:
+        result = check_step(read_answer(answer, source="env.step"), source="env.step")
+    except Broken as error:
+        return _refused(EngineError(error.message), "env.step")
+    given = answer["value"]["reward"]
+    assert math.isfinite(result.reward)
+    assert result.reward == (sum(given.values()) if isinstance(given, dict) else given)
+    assert isinstance(result.done, bool)
+    _require_exact({"observations": result.observations})
+    return "accepted"
+
+
 def recorded_rollout(numbers: random.Random, folder: Path) -> str:
     """A line of a recording that is replayed."""
     path = folder / "mine.jsonl"
@@ -230,6 +305,9 @@ CASES: list[Case] = [
     engine_answer,
     server_answer,
     served_models,
+    judge_reply,
+    served_score,
+    environment_answer,
     recorded_rollout,
     stored_rollout,
 ]

@@ -36,6 +36,7 @@ from skyrl_train.rollout.http_reply import (
 )
 from skyrl_train.rollout.rewards import HeldReward
 from skyrl_train.rollout.rewards.rubric import Rubric
+from skyrl_train.telemetry.json_text import is_text
 from skyrl_train.telemetry.redaction import learn_secrets, redact_text
 from skyrl_train.types import FailureKind
 
@@ -51,6 +52,8 @@ timing/<reward>/cost | | Their price, in the unit of the reward's `price`. | whe
 TEMPLATE = "Task:\n{prompt}\n\nAnswer:\n{completion}\n\n{instructions}"
 _GIVEN = frozenset({"completion", "prompt", "messages", "instructions"})
 """Fields of a template that are no columns of the data."""
+_MOST_TOKENS = 2**32
+"""Of one request: what a server says beyond is no count."""
 _SET_HERE = frozenset({"model", "messages", "response_format", "stream", "n"})
 
 
@@ -246,10 +249,12 @@ class Judge(HeldReward):
             text, reason = choice["message"]["content"], choice.get("finish_reason")
             usage = answer.get("usage") or {}
             for kind in self._counts.tokens:
-                self._counts.tokens[kind] += int(usage.get(f"{kind}_tokens") or 0)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+                count = usage.get(f"{kind}_tokens")
+                # A reply is no worse where its server counts in a way of its own.
+                self._counts.tokens[kind] += count if type(count) is int and 0 < count < _MOST_TOKENS else 0
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise EngineError(f"{where}: its answer is no chat completion: {repr(answer)[:200]}") from None
-        if reason == "length" or not isinstance(text, str):
+        if reason == "length" or not isinstance(text, str) or not is_text(text):
             problem = "is cut off; raise sampling.max_tokens" if reason == "length" else "has no text"
             raise EngineError(f"{where}: its reply {problem}")
         return text

@@ -22,6 +22,7 @@ from skyrl_train.rollout.http_reply import (
     server_problem,
 )
 from skyrl_train.rollout.rewards import HeldReward, batched
+from skyrl_train.telemetry.files import finite_number
 from skyrl_train.telemetry.redaction import learn_secrets, redact_text
 from skyrl_train.types import ChatMessage
 
@@ -133,7 +134,9 @@ class RewardModel(HeldReward):
             timeout_s=self.timeout_s,
         )
         try:
-            return float(answer["data"][0]["probs"][self.label])
+            scores = answer["data"][0]["probs"]
+            score = scores[self.label] if isinstance(scores, list) else None
+            return finite_number({"score": score}, "score")
         except (KeyError, IndexError, TypeError, ValueError):
             raise EngineError(f"{where}: no score of label {self.label} in {repr(answer)[:200]}") from None
 
