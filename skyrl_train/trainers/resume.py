@@ -183,8 +183,9 @@ def _prepare(
         notes.append(f"the files of the run that was in {folder.root}{why} are now in {moved}")
     if start.fork is not None:
         write_json(folder.fork_file, start.fork.record())
-    elif start.checkpoint is not None and (start.is_fetched or not start.own):
-        source = start.checkpoint / HISTORY if start.is_fetched else start.checkpoint.parent.parent
+    elif start.checkpoint is not None and (start.is_fetched or not start.own or not folder.metrics_file.exists()):
+        # Without metrics it may have come from a URL, for a run that was killed before it had its record.
+        source = start.checkpoint / HISTORY if start.is_fetched or start.own else start.checkpoint.parent.parent
         for name, content in RunFolder(source).record(is_same_run=start.own).items():
             (folder.root / name).write_bytes(content)
     folder.complete_file.unlink(missing_ok=True)

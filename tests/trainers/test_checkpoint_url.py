@@ -158,6 +158,15 @@ def test_what_the_folder_lost_comes_back_with_the_record_of_its_run(
     require_same(tmp_path / "second", alone)
 
 
+def test_a_run_that_is_killed_behind_its_download_has_the_record_at_the_next_start(
+    tmp_path: Path, bucket: Bucket, alone: Path
+) -> None:
+    run_in(tmp_path / "first").run()
+    assert run_in(tmp_path / "second").start().global_step == 4
+    run_in(tmp_path / "second").run()
+    require_same(tmp_path / "second", alone)
+
+
 def damaged_pointer(bucket: Bucket) -> None:
     bucket.objects["bucket/run/checkpoints/latest"] = b'{"format": 1, "che'
 
