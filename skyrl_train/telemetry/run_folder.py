@@ -37,7 +37,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,17 +196,26 @@ class RunFolder:
 
         Raises SkyrlTrainError naming the process that holds the folder.
         """
-        with (self.root / ".lock").open("a+") as file:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
+                folder = os.open(self.root, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                file = stack.enter_context((self.root / ".lock").open("a+"))
+            except OSError as error:
                 raise SkyrlTrainError(
-                    f"{self.root} is being written by another run (process {file.read().strip() or 'unknown'}). "
-                    "Wait for it, stop it, or choose another output_dir=..."
+                    f"output_dir={self.root} cannot be locked ({error.strerror}). Choose another with output_dir=..."
                 ) from error
-            except OSError:
-                pass  # a file system without locks; the check is a courtesy
+            for descriptor in (file.fileno(), folder):  # the folder, too: somebody may delete the file meanwhile
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    file.seek(0)
+                    raise SkyrlTrainError(
+                        f"{self.root} is being written by another run (process {file.read().strip() or 'unknown'}). "
+                        "Wait for it, stop it, or choose another output_dir=..."
+                    ) from error
+                except OSError:
+                    pass  # a file system without locks; the check is a courtesy
             with suppress(OSError):  # who holds the lock is a courtesy, too
                 os.truncate(file.fileno(), 0)
                 os.write(file.fileno(), f"{os.getpid()}\n".encode())
@@ -220,6 +229,7 @@ class HeldFolder:
         self._folder = folder
         self._descriptor = os.open(folder.root, os.O_RDONLY)
         self._is_prepared = folder.config_file.exists()
+        self._amounts: dict[Path, int] = {}
         weakref.finalize(self, os.close, self._descriptor)
 
     def is_there(self) -> bool:
@@ -229,6 +239,27 @@ class HeldFolder:
         except OSError:  # gone, or its file system is
             return False
         return is_same and (self._folder.config_file.exists() or not self._is_prepared)
+
+    def take_lost(self) -> list[Path]:
+        """Return what of the run's record has been deleted or cut since the last look. A few files of `rollouts/` are no
+        loss: who needs none may delete them, as `rollouts.keep_last` does."""
+        folder = self._folder
+        files = (folder.metrics_file, folder.evaluation_file, folder.timeline_file, folder.root / "run.log")
+        before, self._amounts = (
+            self._amounts,
+            {path: _amount(path) for path in (*files, folder.rollouts, folder.journal)},
+        )
+        return [
+            path for path, amount in self._amounts.items() if amount * (1 if path in files else 2) < before.get(path, 0)
+        ]
+
+
+def _amount(path: Path) -> int:
+    """Bytes of a file, entries of a folder; 0 where there is neither."""
+    try:
+        return sum(1 for _ in path.iterdir()) if path.is_dir() else path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _has_entries(folder: Path) -> bool:

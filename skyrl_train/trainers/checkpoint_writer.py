@@ -51,10 +51,15 @@ class CheckpointWriter:
         """Whether a save is under way."""
         return self._under_way is not None and not self._under_way.done()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way, and of none it is unknown what became of it."""
+        return self._under_way is None
+
     def begin(self, step: int, held: HeldState, stores: Sequence[CheckpointStore]) -> Written | None:
         """Have the state of `step` written to the stores, in their order, and return at once; where it is no copy, write it,
         and return what became of that. The save before has been collected. Raises OSError."""
-        assert self._under_way is None, "what became of the save before is not known"
+        assert self.is_idle, "what became of the save before is not known"
         finishes = {store: store.begin(step) for store in stores}
 
         def write() -> Written:

@@ -368,9 +368,12 @@ def _candidates(root: Path, problems: list[str]) -> list[Path]:
 
 
 def _prune(root: Path, keep: int, newest: Path) -> None:
-    """Removes all but `keep` whole checkpoints from `newest` on. A damaged one is removed with those older than it."""
+    """Removes all but `keep` whole checkpoints from `newest` on. A damaged one is removed with those older than it. Raises
+    OSError."""
     whole = 0
     candidates = _candidates(root, [])
+    if newest not in candidates:
+        raise FileNotFoundError(f"{newest} was deleted as soon as it was written")
     for folder in candidates[candidates.index(newest) :]:
         if whole >= keep:
             doomed = root / f"{_TEMPORARY}remove-{folder.name}"

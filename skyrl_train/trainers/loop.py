@@ -238,7 +238,11 @@ class TrainingLoop:
         goes_on = not (ends or stopping)
         is_due_now = best is not None or is_due(step, self.settings.ckpt_interval)
         self._learn_what_was_written(step, state, waits=is_due_now or not goes_on or self.saves.has_failed)
-        is_saved = not goes_on or self.saves.has_failed or is_due(step, self.settings.ckpt_interval)
+        # Behind a save that is under way the last checkpoint may be one that it has removed as too old.
+        is_lost = self._writer.is_idle and self._last_checkpoint is not None and not self._last_checkpoint.is_dir()
+        if is_lost:
+            self.console.warn(f"{self._last_checkpoint}, the last checkpoint, was deleted: another is written now")
+        is_saved = not goes_on or self.saves.has_failed or is_due(step, self.settings.ckpt_interval) or is_lost
         stores = ([] if best is None else [best]) + ([self._checkpoints] if is_saved else [])
         self._save(step, state, stores, can_retry=goes_on)
         self._finished = step, state

@@ -79,6 +79,8 @@ class Saves:
         """
         if not self._held.is_there():
             raise SaveError(self._rescued(step if weights_of is None else weights_of, rescue))
+        for path in self._held.take_lost():
+            self._console.warn(f"{path} was deleted or cut: what it held is lost, and the run goes on without that")
         problems, self._problems = self._problems, []
         self._num_failures = self._num_failures + 1 if problems else 0
         if not problems:

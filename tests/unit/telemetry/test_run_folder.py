@@ -112,17 +112,21 @@ def test_a_folder_is_held_against_other_processes_until_they_die(tmp_path):
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "held\n"
-        with (
-            pytest.raises(SkyrlTrainError, match=f"process {process.pid}"),
-            RunFolder(tmp_path).locked(),
-        ):
-            pass
+        for known in (str(process.pid), "unknown"):
+            with pytest.raises(SkyrlTrainError, match=f"process {known}"), RunFolder(tmp_path).locked():
+                pass
+            (tmp_path / ".lock").unlink()  # whose removal lets nobody in
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
     with RunFolder(tmp_path).locked():
         assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_folder_that_is_gone_cannot_be_locked(tmp_path):
+    with pytest.raises(SkyrlTrainError, match="cannot be locked"), RunFolder(tmp_path / "gone").locked():
+        pass
 
 
 def test_a_write_that_breaks_leaves_the_old_file(tmp_path, monkeypatch):
