@@ -3,6 +3,7 @@
     python -m tests.reliability.kill_and_resume --kills 20
     python -m tests.reliability.kill_and_resume --kills 20 --kind sft --kills-a-run 2 --jobs 2
     python -m tests.reliability.kill_and_resume --kills 60 --kind stream --kills-a-run 4
+    python -m tests.reliability.kill_and_resume --kills 60 --kind stream --kills-a-run 4 --at-operations
     python -m tests.reliability.kill_and_resume --kills 3 --kind gpu     # where there are CUDA devices
 
 Each trial starts the real command in a folder of its own and kills its whole process group at a random moment, once or
@@ -242,6 +243,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--kind", choices=[*sorted(KINDS), "stream"], default="rl", help="what to train")
+    parser.add_argument(
+        "--at-operations", action="store_true", help="kill a stream before file operations, not at moments"
+    )
     parser.add_argument("--output", type=Path, help="folder for the runs; a temporary one unless given")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides")
     args = parser.parse_args(argv)

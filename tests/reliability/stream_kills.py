@@ -5,10 +5,12 @@
 - the replay of what it recorded gives its weights, byte for byte. Every other run records no rollouts, so that its journal
   stays whole and is replayed; in the others it is compacted behind each checkpoint.
 
-Runs take turns among `VARIANTS`: without more, with updates in flight and older keys and values kept, and with dynamic
-sampling that fills up batches with copies.
+Runs take turns among `VARIANTS`: without more, with updates in flight and older keys and values kept, with dynamic
+sampling that fills up batches with copies, with a critic, with a curriculum, with capsules, whose last step is executed
+again.
 
-A run is killed at a random moment after its journal got another batch, or while it starts.
+A run is killed at a random moment after its journal got another batch, or while it starts; with `--at-operations` before a
+file operation, from the first of its start to those of its third step or so.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -53,7 +56,7 @@ STREAM = ("trainer.max_staleness=2",)
 OF_STREAMS = (
     *("trainer.max_staleness=", "trainer.stale_groups=", "trainer.take_groups=", "trainer.oversample="),
     *("trainer.in_flight_updates=", "trainer.in_flight_cache="),
-    *("generator=", "generator.vllm.", "placement="),
+    *("generator=", "generator.vllm.", "placement=", "data.curriculum."),
 )
 """Begin overrides that a replay does not read."""
 NO_ROLLOUTS = "trainer.dump_rollouts=false"
@@ -65,12 +68,20 @@ REPLACE = (
     "trainer.algorithm.filters.replace_min_share=0.5",
     "trainer.algorithm.filters.dynamic_sampling_max_batches=90",
 )
-VARIANTS = ((), (NO_ROLLOUTS,), IN_FLIGHT, (NO_ROLLOUTS, *REPLACE))
+PPO = ("algorithm=ppo",)
+CURRICULUM = "data.curriculum.enabled=true"
+CAPSULES = "trainer.capsules=2"
+VARIANTS = (
+    *((), (NO_ROLLOUTS,), IN_FLIGHT, (NO_ROLLOUTS, *REPLACE)),
+    *(PPO, (CURRICULUM,), (CAPSULES,), (NO_ROLLOUTS, CURRICULUM, *PPO), (CAPSULES, *PPO, *IN_FLIGHT)),
+)
 """What runs have of their own, in turn."""
 EXPORT = Path("export", "model.safetensors")
 DEADLINE_S = 900.0
 STEP_S = 0.4
 """Processor time of a step, about; of a start some more."""
+KILLED_WITHIN = 4
+"""Of the steps of a run: so many have the file operations among which a kill is drawn, those of its start among them."""
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
@@ -104,7 +115,13 @@ def problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     if first not in (STEPS - 3, STEPS - 2):
         yield f"the journal begins at {first}"
     files = sorted((folder / "rollouts").glob("train_step_*.parquet"))
-    trained = Counter(prompt.uid for file in files for one in read_rollouts(file).values() for prompt in one.prompts)
+    # A curriculum takes prompts again.
+    trained = Counter(
+        (file.name if CURRICULUM in overrides else "", prompt.uid)
+        for file in files
+        for one in read_rollouts(file).values()
+        for prompt in one.prompts
+    )
     if len(trained) != STEPS * BATCH or set(trained.values()) != {1}:
         yield f"{len(trained)} prompts were trained on, {max(trained.values(), default=0)} times at most"
 
@@ -145,14 +162,15 @@ def main(args: argparse.Namespace) -> int:
         began = time.monotonic()
         undisturbed, modules = root / "undisturbed", root / "modules.json"
         run_to_the_end(ForkedRun(undisturbed, (*overrides, *STREAM), modules=modules), undisturbed)
-        import_all(modules)
-        print(f"undisturbed: {time.monotonic() - began:.1f} s", flush=True)
+        operations = import_all(modules)
+        print(f"undisturbed: {time.monotonic() - began:.1f} s, {operations} file operations", flush=True)
+        last = operations * KILLED_WITHIN // STEPS if args.at_operations else 0
         draw = random.Random(args.seed)
         trials = []
         for first in range(0, args.kills, args.kills_a_run):
             moments = [draw.random() for _ in range(min(args.kills_a_run, args.kills - first))]
             own = VARIANTS[len(trials) % len(VARIANTS)]
-            trials.append(pool.submit(one, root / f"run_{first:03d}", (*overrides, *STREAM, *own), moments))
+            trials.append(pool.submit(one, root / f"run_{first:03d}", (*overrides, *STREAM, *own), moments, last))
         ended = [trial.result() for trial in trials]
     failed = sum(not is_right for _, is_right in ended)
     print(f"stream: {len(ended)} runs, {len(ended) - failed} ended as they should")
@@ -160,19 +178,22 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def one(folder: Path, overrides: Sequence[str], moments: Sequence[float]) -> tuple[int, bool]:
-    """One run, with its line: kills that met a running process, and whether it ended as it should."""
+def one(folder: Path, overrides: Sequence[str], moments: Sequence[float], operations: int) -> tuple[int, bool]:
+    """One run, with its line: kills that met a running process, and whether it ended as it should. `operations`: as of
+    `kill`."""
     reached: list[str] = []
     replayed = folder.with_name(f"{folder.name}_replayed")
     try:
         for moment in moments:
-            if (met := kill(folder, overrides, moment)) is not None:
+            if (met := kill(folder, overrides, moment, operations)) is not None:
                 reached.append(met)
         run_to_the_end(ForkedRun(folder, overrides), folder)
         found = list(problems(folder, overrides))
         run_to_the_end(ForkedRun(replayed, replay_overrides(folder, overrides)), replayed)
         if (replayed / EXPORT).read_bytes() != (folder / EXPORT).read_bytes():
             found.append("the replay gives other weights")
+        if CAPSULES in overrides:
+            found.extend(capsule_problems(folder))
         counts = ", ".join(f"{name} {count:g}" for name, count in total_counts(folder).items()) or "none brought back"
         several, turns = versions_of_turns(folder)
         counts += f"; {several} of {turns} turns of several versions"
@@ -186,24 +207,40 @@ def one(folder: Path, overrides: Sequence[str], moments: Sequence[float]) -> tup
     return len(reached), not found
 
 
-def kill(folder: Path, overrides: Sequence[str], moment: float) -> str | None:
-    """Starts the run and kills its process group: where `moment`, from 0 to 1, is below a tenth, while it starts, else once
-    its journal has another batch, and up to about a step later. Returns what it had reached; None where it had ended."""
+def capsule_problems(folder: Path) -> Iterator[str]:
+    """Yield what is wrong with the capsules: the last two steps have one, and the last is the same when executed again."""
+    kept = sorted(path.name for path in (folder / "capsules").glob("step_*"))
+    if kept != [f"step_{step:06d}" for step in (STEPS - 1, STEPS)]:
+        yield f"capsules are {', '.join(kept) or 'none'}"
+        return
+    words = [sys.executable, "-m", "skyrl_train.main_capsule", "run", str(folder), "--step", str(STEPS)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode != 0:
+        yield f"the capsule of step {STEPS}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+def kill(folder: Path, overrides: Sequence[str], moment: float, operations: int) -> str | None:
+    """Starts the run and kills its process group: before its file operation at `moment`, from 0 to 1, of `operations`.
+    Without them, where `moment` is below a tenth, while it starts, else once its journal has another batch, and up to about
+    a step later. Returns what it had reached; None where it had ended."""
     before = num_batches(folder)
-    process = ForkedRun(folder, overrides)
+    process = ForkedRun(folder, overrides, killed_at=1 + int(moment * operations) if operations else None)
     ends, since = time.monotonic() + DEADLINE_S, 0.0 if moment < 0.1 else None
     while process.poll() is None and time.monotonic() < ends:
+        if operations:
+            time.sleep(0.02)
+            continue
         used_s = cpu_seconds(process.pid)
         if since is None and num_batches(folder) > before:
             since = used_s
         if since is not None and used_s >= since + moment * STEP_S:
             break
         time.sleep(0.01)
-    was_running = process.poll() is None
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     status = process.wait(timeout=60)
-    if not was_running:
+    if status != -signal.SIGKILL:
         if status != 0:
             raise RuntimeError(log_of(folder))
         return None

@@ -91,6 +91,11 @@ PARTS = (
         whole=f"{_KILLS} --kind stream --kills 64 --jobs 2 --kills-a-run 4",
     ),
     Part(
+        name="kills_operations",
+        fault="the same, before file operations",
+        whole=f"{_KILLS} --kind stream --at-operations --kills 54 --jobs 2 --kills-a-run 6",
+    ),
+    Part(
         name="saves",
         fault="disks of 12 sizes, folders that vanish, resealed checkpoints, cut manifests",
         whole=f"{_TEST} {_ALL} tests/trainers/test_saving.py tests/trainers/test_resealed.py "
