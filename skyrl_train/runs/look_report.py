@@ -67,8 +67,8 @@ def look_lines(seen: Seen, plan: BatchPlan) -> Iterator[str]:
         f"{duration(seen.learn_s)}{'' if seen.is_measured else ' (reckoned)'}; {counted(plan.total_steps, 'step')} "
         f"{duration(step_s * plan.total_steps)}, evaluations aside"
     )
-    if seen.step_bytes:
-        yield f"memory      {byte_size(seen.peak_bytes)} so far, about {byte_size(seen.step_bytes)} in a step"
+    expected = f", about {byte_size(seen.step_bytes)} in a step" if seen.step_bytes else ""
+    yield f"memory      {byte_size(seen.peak_bytes)} so far{expected}"
 
 
 def look_warnings(seen: Seen, config: Config, plan: BatchPlan, tokenizer: Tokenizer) -> Iterator[str]:
