@@ -191,6 +191,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"prompt_tokens": (30, 60), "response_median": 400, "longest_response": 1600},
     ),
     "one group of 8": ("single", {"prompts": 1}),
+    "short group of 8": (
+        "single",
+        {"prompts": 1, "prompt_tokens": (40, 80), "response_median": 40, "longest_response": 120},
+    ),
     "3 turns": ("step", {"turns": 3}),
     "8 turns": ("step", {"turns": 8}),
     "32 turns": ("step", {"turns": 32, "prompts": 1, "samples": 2}),
