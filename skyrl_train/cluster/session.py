@@ -53,19 +53,29 @@ _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 _STACKS_S = 10.0
 """How long other nodes may take to say what processes of the run are doing there."""
-_FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "HF_", "VLLM_", "WANDB_", stacks.RUN_VARIABLE)
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+_FORWARDED = (
+    *("NCCL_", "GLOO_", "HF_", "VLLM_", "WANDB_", "PYTORCH_", "TORCH_", "RAY_", "LD_LIBRARY_PATH", stacks.RUN_VARIABLE),
+    *_PROXIES,
+    *(name.lower() for name in _PROXIES),
+)
 """Beginnings of the variables of the command's environment that its actors get on any node."""
-_OF_ONE_NODE = ("VLLM_HOST_IP",)
-"""What is right for this node alone."""
+_OF_ONE_NODE = (
+    "VLLM_HOST_IP",
+    *("RAY_ADDRESS", "RAY_AUTH", "RAY_CLIENT", "RAY_JOB", "RAY_NODE", "RAY_RAYLET", "RAY_TMPDIR", "RAY_WORKER"),
+)
+"""Beginnings of what is right for this node or process alone."""
 
 
 def forwarded_environment(*, secret: bool) -> dict[str, str]:
-    """Variables that reach all actors: those whose names are secrets, or the others. Ray writes an actor's
-    `runtime_env` to its logs, so that secrets travel as arguments of its constructor."""
+    """Variables that reach all actors: those whose names are secrets and addresses of proxies that hold a password, or
+    the others. Ray writes an actor's `runtime_env` to its logs, so that secrets travel as arguments of its constructor."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_FORWARDED) and name not in _OF_ONE_NODE and is_secret_name(name) == secret
+        if name.startswith(_FORWARDED)
+        and not name.startswith(_OF_ONE_NODE)
+        and (is_secret_name(name) or (name.upper() in _PROXIES and "@" in value)) == secret
     }
 
 
