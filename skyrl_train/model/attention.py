@@ -23,6 +23,7 @@ other positions of its heads before, and back after; in between all of the above
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -178,24 +179,52 @@ def flex(
     softcap: float | None = None,
     compiled: bool,
 ) -> Tensor:
-    """Flex attention with the segments' block mask. Has no backward on a CPU."""
+    """Flex attention with the segments' block mask. Has no backward on a CPU.
+
+    Raises ModelError where `compiled` and another graph is needed than the most that one process may have.
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch.nn.attention import flex_attention as library
 
     function: Any = library.flex_attention
     if compiled:
-        function = _COMPILED.setdefault("flex", torch.compile(library.flex_attention, dynamic=True))
-    found: Tensor = function(
-        query,
-        key,
-        value,
-        score_mod=None if softcap is None else _capped(softcap),
-        block_mask=segments.block_mask(query.device, window),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        # one kernel for forwards of all sizes: that for few queries splits keys, and does not know every grouping of heads
-        kernel_options={"BACKEND": "TRITON"},
-    )
+        function = compiled_flex()
+    try:
+        found: Tensor = function(
+            query,
+            key,
+            value,
+            score_mod=None if softcap is None else _capped(softcap),
+            block_mask=segments.block_mask(query.device, window),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            # one kernel for forwards of all sizes: that for few queries splits keys, and does not know every grouping of
+            # heads
+            kernel_options={"BACKEND": "TRITON"},
+        )
+    except FailOnRecompileLimitHit as error:
+        raise ModelError(
+            f"flex attention would need more than {MOST_FLEX_GRAPHS} compiled graphs in one process, and uncompiled it "
+            "takes memory in proportion to the square of positions. Set trainer.layout=packed with model.dtype=bfloat16, or "
+            "trainer.layout=padded"
+        ) from error
     return found
+
+
+MOST_FLEX_GRAPHS = 64
+"""Graphs of flex attention in one process. One serves forwards of all sizes; each model's heads, window, cap and type need
+another, in training and in scoring. torch's own limit of 8 a function is reached by two models."""
+
+
+@cache
+def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Any:
+    """Return torch's flex attention, compiled by `backend` as one whole graph: where it cannot be, it raises rather than
+    computing every pair of positions."""
+    from torch._dynamo import config
+    from torch.nn.attention import flex_attention as library
+
+    config.recompile_limit = max(config.recompile_limit, MOST_FLEX_GRAPHS)
+    return torch.compile(library.flex_attention, dynamic=True, fullgraph=True, backend=backend)
 
 
 @cache
@@ -206,9 +235,6 @@ def _capped(softcap: float) -> Any:
         return softcap * torch.tanh(score / softcap)
 
     return cap
-
-
-_COMPILED: dict[str, Any] = {}
 
 
 def segment_attention(

@@ -110,6 +110,9 @@ def _block_mask(segments: Segments, window: int | None, device: torch.device) ->
     depths = None if window is None else segments.depths()
     block = block_size(size)
     some, full = _blocks(reach, depths, window, block)
+    if len(some) == 1:
+        # torch compiles another graph for a size of 1. Kernels do not look at a block behind the last position.
+        some, full = np.pad(some, (0, 1)), np.pad(full, (0, 1))
     # Built on the host, where its scratch space is no matter, and moved as int32 [blocks] and [blocks, blocks].
     counts, indices = zip(_ordered(some & ~full), _ordered(full))
     host = BlockMask.from_kv_blocks(
