@@ -38,6 +38,9 @@ class MicroBatchConfig:
     supervised training)."""
     max_tokens_per_forward_microbatch: LayoutOnly[PositiveInt] = 16384
     """The same for forward-only passes."""
+    max_positions: LayoutOnly[PositiveInt] = 65536
+    """Most token positions of a forward and backward on one rank where micro-batches size themselves (auto), however much
+    memory there is: beyond, no speed is gained. A forward alone may have twice as many; a longer row goes alone."""
     memory_budget_gb: LayoutOnly[NonNegativeFloat] = 0.0
     """GiB that the models of one process may hold (auto). 0: what the CUDA device has free. Must be given on a CPU,
     where tensors are counted; on CUDA a cap, for a device that others use too."""
@@ -50,6 +53,10 @@ class MicroBatchConfig:
     was traced, and the difference is told. A plan traces one step of a model and remembers it; xla has it compile."""
     memory_retries: LayoutOnly[NonNegativeInt] = 3
     """How often one mini-batch is cut smaller and recomputed if memory runs out nevertheless (auto)."""
+
+    def most_positions(self, *, training: bool) -> int:
+        """Return the most positions of one forward where micro-batches size themselves."""
+        return self.max_positions * (1 if training else 2)
 
     @property
     def sizes_itself(self) -> bool:

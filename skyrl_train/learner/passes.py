@@ -28,6 +28,7 @@ from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.memory.meter import MemoryMeter
 from skyrl_train.memory.oom_retry import ForwardSize
 from skyrl_train.model.expert_routing import replayed, replaying
+from skyrl_train.model.index_limit import beyond_index, widest_activation
 from skyrl_train.model.last_layer import reading
 from skyrl_train.model.layouts import hidden_states
 from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
@@ -76,6 +77,8 @@ class CurrentForward:
     """The forward that is computed, or was last, and its size."""
 
     size = ForwardSize(num_rows=0, longest=0, positions=0)
+    widest = 0
+    """Numbers of a position in the model's widest layer; 0 until they are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +182,8 @@ class Passes:
             self.forward.size = ForwardSize(
                 num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks
             )
+            if self.device.type == "cuda":
+                self.require_indexed()
             routed = replaying(self.model, part.batch, layout, self.device)
             images = showing(self.model, part.batch, layout, self.device)
             # What is padded for losses need not hold the experts.
@@ -186,6 +191,18 @@ class Passes:
             traced = nullcontext() if self.without_memory is None else self.without_memory()
             with routed, images, reading(self.model, rows, layout), traced:
                 yield rows, layout
+
+    def require_indexed(self) -> None:
+        """Raise BatchError where kernels cannot index the current forward."""
+        forward, group = self.forward, self.strategy.group
+        forward.widest = forward.widest or widest_activation(self.model)
+        ranks = self.strategy.tensor_ranks * (1 if group is None else group.size)
+        if reason := beyond_index(self.current.positions, forward.widest, ranks=ranks):
+            raise BatchError(
+                f"{self.name}: {reason}. Set a lower trainer.max_tokens_per_microbatch (in scoring "
+                "trainer.max_tokens_per_forward_microbatch), or with micro_batching=fixed a lower "
+                "trainer.micro_train_batch_size_per_gpu (trainer.micro_forward_batch_size_per_gpu)"
+            )
 
     def _compute(
         self, function: Callable[[Tensor, TrainingInputBatch, Layout], T], rows: TrainingInputBatch, layout: Layout

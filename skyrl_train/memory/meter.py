@@ -51,6 +51,10 @@ class MemoryMeter(Protocol):
         """Return the most that was held at once since `reset_peak`."""
         ...
 
+    def reserved_peak_bytes(self) -> int:
+        """Return the most that was taken from the device at once since `reset_peak`: what was held, and what lay between."""
+        ...
+
     def reset_peak(self) -> None:
         """Begin a new peak at what is held now."""
         ...
@@ -87,9 +91,14 @@ class CudaMeter:
         return int(torch.cuda.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        """Return what was allocated at the peak. What is reserved beyond it is the allocator's cache, which it gives back
-        before it refuses; fragmentation is what the safety margin is for."""
+        """Return what was allocated at the peak. What is reserved beyond it is mostly the allocator's cache, which it gives
+        back before it refuses."""
         return int(torch.cuda.max_memory_allocated(self._device))
+
+    def reserved_peak_bytes(self) -> int:
+        """Return what the allocator had reserved at the peak. After an empty cache what is beyond the allocated is lost to
+        the sizes of blocks and to gaps between them."""
+        return int(torch.cuda.max_memory_reserved(self._device))
 
     def reset_peak(self) -> None:
         """Begin a new peak at what is allocated now."""
@@ -139,6 +148,10 @@ class CountingMeter:
 
     def peak_bytes(self) -> int:
         """Return the most that was held at once; a refused allocation is not part of it."""
+        return self._peak
+
+    def reserved_peak_bytes(self) -> int:
+        """Return the same: nothing lies between tensors that are counted one by one."""
         return self._peak
 
     def reset_peak(self) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice
@@ -65,6 +66,8 @@ class Ranks(Protocol):
     num_shards: int
     sharded: bool
     expert_ranks: int
+    tensor_ranks: int
+    group: PositionGroup | None
     keeps_whole_gradients: bool
 
     def agree(self, count: int) -> int:

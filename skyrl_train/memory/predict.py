@@ -232,7 +232,11 @@ class PredictedPasses:
         # The plan leaves its margin free of the whole device; a second one here would count twice.
         fit = fit_memory_model([self._probe(phase, rows) for rows in around], margin=0.0)
         layouts = {"padded": (True,), "auto": (True, False)}.get(self.settings.micro_batching.layout, (False,))
-        return min(fit.token_budget(limit_bytes, self.longest, padded=each) for each in layouts)
+        fitting = min(fit.token_budget(limit_bytes, self.longest, padded=each) for each in layouts)
+        batching = self.settings.micro_batching
+        if not batching.sizes_itself:
+            return fitting
+        return min(fitting, max(self.longest, batching.most_positions(training=phase == "training")))
 
     def _around(self, phase: Phase, is_enough: Callable[[int, int], bool]) -> tuple[int, int]:
         """The first traced number of rows that `is_enough`, told it and its bytes, and the one before; the last two that

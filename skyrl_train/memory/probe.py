@@ -105,16 +105,19 @@ class Prober:
     def _measured_peak(self, batch: TrainingInputBatch, *, training: bool) -> int:
         engine = self.learner.engine
         engine.oom_retry.begin_probing(self.meter, resident=engine.held_tensors)
+        # From an empty cache, so that what is reserved beyond the allocated is what this pass itself loses to gaps.
+        self.meter.release_cached()
         try:
             if training:
                 # all of them are there from the second micro-batch of a step on
                 engine.strategy.hold_gradients(engine.model, engine.parameters.values())
             self._pass(batch, training=training)
+            reserved = self.meter.reserved_peak_bytes()
         finally:
             if training:
                 engine.zero_grad()
             self.meter.release_cached()
-        return engine.oom_retry.take_peak()
+        return max(reserved, engine.oom_retry.take_peak())
 
     def _pass(self, batch: TrainingInputBatch, *, training: bool) -> None:
         if training:

@@ -34,6 +34,8 @@ from skyrl_train.memory.probe import Probed, Prober, lengths_to_probe
 from skyrl_train.memory.report import PhaseReport, SizingReport, read_reports, write_reports
 from skyrl_train.memory.trace import StepTrace
 from skyrl_train.memory.xla import CompiledModel
+from skyrl_train.model import index_limit
+from skyrl_train.model.index_limit import beyond_index, widest_activation
 
 SHRINK = 0.9
 """Of a budget that did not hold when it was tried out, so much is tried next."""
@@ -61,11 +63,14 @@ class SizingLimits:
     retries: int
     source: Literal["measure", "trace", "xla", "both"] = "measure"
     """`trainer.memory_probe`."""
+    max_positions: int = 1 << 40
+    """`trainer.max_positions`: of a forward and backward; a forward alone has twice as many."""
 
-    @property
-    def max_positions(self) -> int:
-        """The most positions that are worth probing: two rows at least."""
-        return max(2, self.max_rows) * self.longest
+    def most_positions(self, *, training: bool) -> int:
+        """Return the most positions of one micro-batch, whatever memory there is: two rows or the largest pass within the
+        cap, or one row."""
+        cap = self.max_positions * (1 if training else 2)  # as `MicroBatchConfig.most_positions`
+        return max(self.longest, min(max(2, self.max_rows) * self.longest, cap))
 
 
 def size_run(
@@ -85,6 +90,7 @@ def size_run(
         margin=trainer.memory_margin,
         retries=trainer.memory_retries,
         source=trainer.memory_probe,
+        max_positions=trainer.max_positions,
     )
     stored = read_reports(file)
     # a reference that is the policy without its adapter has no model of its own, and runs under the policy's budget
@@ -168,13 +174,25 @@ class _Sizing:
     def engine(self) -> SizedEngine:
         return self.prober.learner.engine
 
+    @property
+    def _most_positions(self) -> int:
+        """Of one micro-batch, whatever memory there is. Raises MemoryLimitError for rows longer than can be indexed."""
+        width, strategy = widest_activation(self.engine.model), self.engine.strategy
+        ranks = strategy.tensor_ranks * (1 if strategy.group is None else strategy.group.size)
+        if reason := beyond_index(self.limits.longest, width, ranks=ranks):
+            raise MemoryLimitError(
+                f"{self.engine.name}: for one row of {self.limits.longest} tokens, the longest legal one, {reason}. Set a "
+                "lower generator.max_context_length (data.max_length), or a higher strategy.sequence_parallel_size"
+            )
+        return min(index_limit.MOST_ELEMENTS * ranks // width, self.limits.most_positions(training=self.training))
+
     def run(self) -> PhaseReport:
         """Grow, fit, and try the budget out at every length: what a fit cannot know shows there.
 
         Raises MemoryLimitError.
         """
         limits, agree = self.limits, self.engine.strategy.agree
-        lengths, most = lengths_to_probe(limits.longest), limits.max_positions
+        lengths, most = lengths_to_probe(limits.longest), self._most_positions
         predicted = 0
         if limits.source != "measure":
             foreseen = self._predict()
@@ -239,7 +257,7 @@ class _Sizing:
         if engine.strategy.agree(int(bool(reason))):
             raise self._too_long(reason or "on another rank")
         model = fit_memory_model(near_the_limit(probes), margin=limits.margin)
-        own = min(limits.max_positions, self._budget(model))
+        own = min(self._most_positions, self._budget(model))
         tokens = -engine.strategy.agree(-own)
         return traced._report(model, [], tokens=tokens, own=own, predicted=tokens)
 
@@ -314,6 +332,7 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "recomputes": str(bool(getattr(engine.model, "is_gradient_checkpointing", False))),
         "longest": str(limits.longest),
         "max_rows": str(limits.max_rows),
+        "max_positions": str(limits.max_positions),
         "layout": f"{passes.layout}{', merged turns' if passes.merge_turns else ''}",
         "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
         + (f" in {engine.strategy.num_shards} shards" if engine.strategy.sharded else "")

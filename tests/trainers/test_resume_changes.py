@@ -202,6 +202,7 @@ def test_200_random_changes_resume_or_fork_or_could_not_work(saved: list[Saved])
         "generator.request_timeout_s",
         "trainer.memory_budget_gb",
         "trainer.memory_margin",
+        "trainer.max_positions",
         "trainer.memory_retries",
         "model.compile",
         "placement.call_timeout_s",
