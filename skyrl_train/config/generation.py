@@ -62,8 +62,9 @@ class VLLMConfig:
     """Keys and values of one engine; 0 is a quarter GiB on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
     gpu_memory_utilization: Fraction = 0.8
     """Share of the device's memory that an engine takes in all (GPU only)."""
-    max_num_seqs: BatchSize = 256
-    """Sequences that one engine generates together."""
+    max_num_seqs: BatchSize | None = None
+    """Sequences that one engine generates together. null: what vLLM takes on such a device by itself, 1,024 on GPUs of 70
+    GiB and more, 256 on others and on a CPU."""
     enforce_eager: bool | None = None
     """false compiles and captures graphs: slower to start, faster on a GPU. null: true on a CPU, vLLM's own default
     on a GPU, which is false."""
@@ -76,6 +77,10 @@ class VLLMConfig:
     """How often one dead engine is restarted before the run goes on without it (Ray)."""
     engine_args: Forks[Mapping[str, Any]] = field(default_factory=dict)
     """Anything else that the installed `vllm.EngineArgs` takes, e.g. {quantization: fp8}; not what the trainer sets."""
+
+    def most_sequences(self, *, on_gpu: bool) -> int:
+        """Return how many sequences one engine generates together at most; where vLLM decides, its number for large GPUs."""
+        return self.max_num_seqs or (1024 if on_gpu else 256)
 
     @property
     def devices_per_engine(self) -> int:

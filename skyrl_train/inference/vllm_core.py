@@ -83,6 +83,7 @@ class VLLMCore:
         try:
             from vllm import EngineArgs
             from vllm.config import WeightTransferConfig
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
 
             from skyrl_train.inference import vllm_worker
@@ -92,7 +93,10 @@ class VLLMCore:
                 "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
             }
             with self.processes.starting(settings.core_environment if settings.separate_core else {}):
-                self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+                # By this context vLLM chooses what sizes of its batches are not stated: those of its own class `LLM`, many
+                # times what an engine alone gets.
+                context = UsageContext.LLM_CLASS
+                self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=context)
         except ImportError as error:
             self.processes.close()
             raise EngineError(

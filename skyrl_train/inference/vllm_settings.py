@@ -64,7 +64,6 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         "dtype": model.dtype if options.dtype == "auto" else options.dtype,
         "seed": settings.seed % 2**31,
         "max_model_len": settings.max_context_length,
-        "max_num_seqs": options.max_num_seqs,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enable_prefix_caching": options.prefix_caching,
         "logprobs_mode": logprobs_mode(settings.temperature),
@@ -78,6 +77,8 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
     enforce_eager = options.enforce_eager if options.enforce_eager is not None or gpu else True
     if enforce_eager is not None:
         arguments["enforce_eager"] = enforce_eager
+    if options.max_num_seqs is not None:
+        arguments["max_num_seqs"] = options.max_num_seqs
     if options.kv_cache_gib or not gpu:
         num_bytes = int(options.kv_cache_gib * 2**30) or _CPU_KV_CACHE_BYTES
         arguments["kv_cache_memory_bytes"] = num_bytes

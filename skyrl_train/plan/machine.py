@@ -158,7 +158,9 @@ def predicted_rates(
     )
     trained = work.trained_positions / ranks / update_s
     generator = config.generator
-    slots = generator.vllm.max_num_seqs if generator.backend == "vllm" else generator.max_batch_size
+    slots = generator.max_batch_size
+    if generator.backend == "vllm":
+        slots = generator.vllm.max_num_seqs or 256
     number_bytes = 2 if config.model.dtype == "bfloat16" else 4
     engine = machine.engine(policy, number_bytes=number_bytes, slots=slots)
     engines = count_engines(generator, config.placement) if generator.has_own_devices else 1

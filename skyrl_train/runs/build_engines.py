@@ -179,7 +179,7 @@ def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
         sync,
         silence_timeout_s=config.placement.silence_timeout_s,
         gate=gate,
-        room=config.generator.vllm.max_num_seqs,
+        room=config.generator.vllm.most_sequences(on_gpu=config.platform.on_gpu),
     )
     return Engines(engine=engine, transport=sync, sharing=sharing, group=group)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,30 @@ def test_a_damaged_or_incomplete_update_leaves_an_engine_that_refuses(hot_engine
 def test_engines_compute_on_few_threads() -> None:
     assert os.environ["OMP_NUM_THREADS"] == "1"
     assert torch.get_num_threads() == 1
+
+
+def test_batches_have_the_sizes_of_vllms_own_class_llm(engine: VLLMEngine) -> None:
+    """Named alone, an engine on a CPU would get 128 sequences."""
+    assert engine._thread.core._engine.vllm_config.scheduler_config.max_num_seqs == 256
+
+
+def test_an_h200_batches_16384_tokens_of_1024_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "get_device_total_memory", classmethod(lambda *_: 141 << 30))
+    monkeypatch.setattr(platform, "get_device_name", classmethod(lambda *_: "NVIDIA H200"))
+    monkeypatch.setattr(platform, "is_cpu", lambda _: False)
+    gpu = replace(CONFIG, platform=replace(CONFIG.platform, name="gpu", device="cuda:0"))
+    arguments = vllm_settings(engine_settings(gpu)).arguments
+    sizes = {name: arguments[name] for name in ("max_num_seqs", "max_num_batched_tokens") if name in arguments}
+    found = EngineArgs(model=arguments["model"], enable_chunked_prefill=True, **sizes)
+    model = SimpleNamespace(max_model_len=4096, is_multimodal_model=False, is_mm_prefix_lm=False)
+    parallel = SimpleNamespace(use_batched_dp_moe=False)
+    found._set_default_max_num_seqs_and_batched_tokens_args(UsageContext.LLM_CLASS, model, parallel)
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (1024, 16384)
 
 
 def test_chunked_prefill_is_off_on_a_cpu_and_a_prompt_fits_one_step() -> None:
