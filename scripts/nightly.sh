@@ -11,7 +11,11 @@
 #                    test_vllm_inline: a core dies; Ctrl-C        test_vllm_apart: a core that is killed is noticed
 #                    test_two_engines: place taken in training    test_weight_transports: an engine that was away
 #                    test_stream_placements                       test_two_engines: one of two dies; test_async_runs
-#                    test_sft, test_sizing_on_ray: half of both   the other strategy, with and without an adapter
+#                    test_sft: all but one                        fsdp2, whole; test_critic_and_reference: an adapter
+#                    test_sizing_on_ray, test_critic_and_...      the other strategy
+#                    test_learners, test_sequence_groups: half    two ranks of both strategies
+#                    test_mesh_runs                               test_weight_transports; tests/equivalence/test_meshes
+#                    test_vllm_apart: killed while it starts      killed while it serves
 #   tests/trainers   test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
 #                    test_checkpoint_url: each operation          each fourth and ninth; each where two are kept
 #                    test_deleted_files: any moment of a run      while a checkpoint is written; test_saving
@@ -23,7 +27,9 @@
 #                    test_preset_layouts                          test_layout_law
 #                    test_meshes, test_sequence_parallel: some    other grids of the same axes
 #   tests/reliability test_suite: kills_sft                       kills_rl, crash_states; tests/trainers kill SFT, too
+#                    test_signals on Ray                          in this process; test_restarts
 #   tests/unit       test_trackers: two of four dead servers      the other two
+#                    test_selftest: all cases                     each case is of code that has tests of its own
 #                    test_auto_placement: the plan of 1 GPU       2 GPUs
 # `git grep mark.nightly tests` has the others, each beside the variant that CI runs.
 set -eu

@@ -77,7 +77,7 @@ def test_a_reference_group_takes_the_weights_of_the_policys(session: RaySession,
         reference.close()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_the_policys_ranks_score_for_the_reference_with_the_adapter_off(
     session: RaySession, model_folder: Path, strategy: str
 ) -> None:

@@ -63,7 +63,15 @@ def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str
     return three_steps(learner), weights_of(learner), scores
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("fsdp2", 1), ("fsdp2", 2), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        pytest.param("single", 1, marks=pytest.mark.nightly),
+        pytest.param("fsdp2", 1, marks=pytest.mark.nightly),
+        ("fsdp2", 2),
+        ("ddp", 2),
+    ],
+)
 def test_three_steps_give_the_weights_of_one_process(
     session: RaySession,
     model_folder: Path,

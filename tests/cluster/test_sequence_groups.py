@@ -50,7 +50,12 @@ def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "layout"),
-    [("fsdp2", 2, "padded"), ("fsdp2", 2, "prefix_shared"), ("fsdp2", 4, "packed"), ("ddp", 2, "auto")],
+    [
+        pytest.param("fsdp2", 2, "padded", marks=pytest.mark.nightly),
+        ("fsdp2", 2, "prefix_shared"),
+        pytest.param("fsdp2", 4, "packed", marks=pytest.mark.nightly),
+        ("ddp", 2, "auto"),
+    ],
 )
 def test_three_steps_give_the_weights_of_one_process(
     session: RaySession,

@@ -58,7 +58,7 @@ def train(learner: Learner) -> tuple[dict[str, Tensor], Sequence[float]]:
     ("strategy", "lora"),
     [
         pytest.param("ddp", LoraConfig(), id="ddp-whole", marks=pytest.mark.nightly),
-        pytest.param("ddp", ADAPTER, id="ddp-adapter"),
+        pytest.param("ddp", ADAPTER, id="ddp-adapter", marks=pytest.mark.nightly),
         pytest.param("fsdp2", LoraConfig(), id="fsdp2-whole"),
         pytest.param("fsdp2", ADAPTER, id="fsdp2-adapter", marks=pytest.mark.nightly),
     ],

@@ -67,6 +67,6 @@ def test_vllm_knows_every_variable_that_an_engine_sets(device: str) -> None:
     assert {name for name in environment if name.startswith("VLLM_")} <= set(envs.environment_variables)
 
 
-@pytest.mark.parametrize("when", ["while it starts", "while it serves"])
+@pytest.mark.parametrize("when", [pytest.param("while it starts", marks=pytest.mark.nightly), "while it serves"])
 def test_nothing_of_vllm_outlives_its_actor_by_five_seconds(tmp_path: Path, when: str) -> None:
     check_orphans(tmp_path, when, device="cpu")

@@ -86,7 +86,7 @@ def test_a_command_that_is_interrupted_while_it_starts_says_so_in_a_line() -> No
         ("skyrl_train.main", RL, signal.SIGHUP, "trainer.total_steps"),
         ("skyrl_train.main", RL, signal.SIGUSR1, "trainer.total_steps"),
         ("skyrl_train.main_sft", SFT, signal.SIGUSR1, "trainer.num_steps"),
-        pytest.param("skyrl_train.main", (*RL, *RAY), signal.SIGHUP, "trainer.total_steps", marks=pytest.mark.cluster),
+        pytest.param("skyrl_train.main", (*RL, *RAY), signal.SIGHUP, "trainer.total_steps", marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_in_a_step_leaves_its_checkpoint_and_the_command_goes_on_from_there(

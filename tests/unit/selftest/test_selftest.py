@@ -203,7 +203,7 @@ def test_an_unknown_case_is_refused_before_anything_runs(capsys: pytest.CaptureF
     assert "no such case" in capsys.readouterr().err
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_every_case_passes_on_a_cpu_but_for_those_that_need_a_device(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     status = main(["--device", "cpu", "--json", str(report)])
