@@ -52,6 +52,20 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores
 
 
+def multiplies_bfloat16(root: Path = Path("/")) -> bool:
+    """Return whether the processor has what torch multiplies matrices of bfloat16 with; True where it does not say.
+
+    Without AVX-512 (or Arm's `bf16`) a product takes some fifty times as long as in float32: 1.2 instead of 45 to 67 GFLOP/s
+    of one core with AVX2, torch 2.13.
+    """
+    with suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return not {"avx512bw", "bf16"}.isdisjoint(flags.split())
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Devices:
     """GPUs to place on."""

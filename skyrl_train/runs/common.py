@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from skyrl_train.cli.composition import write_yaml
 from skyrl_train.config.fields import unusual_values
 from skyrl_train.config.parts import TRACKERS
-from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.platform import detect_platform, multiplies_bfloat16
 from skyrl_train.config.schema import LoopConfig, RunConfig
 from skyrl_train.model.gguf import source_line
 from skyrl_train.registry import part_name
@@ -100,10 +100,13 @@ def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str)
     `own`, where it writes. `promise` is what `resume_promise` says."""
     detected = detect_platform()
     why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
+    is_emulated = config.platform.name == "cpu" and config.model.dtype == "bfloat16" and not multiplies_bfloat16()
+    slow = "            this processor multiplies no bfloat16, so that it takes fifty times as long: model.dtype=float32"
     return [
         f"platform    {config.platform.name} ({why})",
         f"placement   {config.placement.backend}, strategy {part_name(config.strategy.name)}",
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
+        *([slow] if is_emulated else []),
         *([f"            {source}"] if (source := source_line(config.model)) else []),
         f"data        {', '.join(data)}",
         *own,

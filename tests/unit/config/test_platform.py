@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.platform import detect_platform, local_devices
+from skyrl_train.config.platform import detect_platform, local_devices, multiplies_bfloat16
 
 
 def test_a_machine_without_a_device_file_is_a_cpu(tmp_path: Path) -> None:
@@ -20,6 +20,24 @@ def test_a_device_file_makes_it_a_gpu(tmp_path: Path, device: str) -> None:
     found = detect_platform({}, tmp_path)
 
     assert (found.name, found.reason) == ("gpu", f"/dev/{device} exists")
+
+
+@pytest.mark.parametrize(
+    ("line", "does"),
+    [
+        ("flags\t\t: fpu avx2 fma", False),
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512vl", True),
+        ("Features\t: fp asimd bf16", True),
+        ("Features\t: fp asimd", False),
+        ("model name\t: unknown", True),
+    ],
+)
+def test_flags_of_a_processor_tell_whether_it_multiplies_bfloat16(tmp_path: Path, line: str, does: bool) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+
+    assert multiplies_bfloat16(tmp_path) is does
+    assert multiplies_bfloat16(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(("visible", "name"), [("", "cpu"), ("-1", "cpu"), ("0", "gpu"), ("1,0", "gpu")])
