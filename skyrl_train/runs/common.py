@@ -101,7 +101,9 @@ def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str)
     detected = detect_platform()
     why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
     is_emulated = config.platform.name == "cpu" and config.model.dtype == "bfloat16" and not multiplies_bfloat16()
-    slow = "            this processor multiplies no bfloat16, so that it takes fifty times as long: model.dtype=float32"
+    slow = (
+        "            this processor multiplies no bfloat16, so that it takes fifty times as long: model.dtype=float32"
+    )
     return [
         f"platform    {config.platform.name} ({why})",
         f"placement   {config.placement.backend}, strategy {part_name(config.strategy.name)}",
