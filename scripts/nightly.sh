@@ -27,10 +27,11 @@
 #                    test_preset_layouts                          test_layout_law
 #                    test_meshes, test_sequence_parallel: some    other grids of the same axes
 #   tests/reliability test_suite: kills_sft                       kills_rl, crash_states; tests/trainers kill SFT, too
+#                    test_planted_secrets: 200 of them            tests/unit/telemetry: each kind of them
 #                    test_signals on Ray                          in this process; test_restarts
 #   tests/unit       test_trackers: two of four dead servers      the other two
 #                    test_selftest: all cases                     each case is of code that has tests of its own
-#                    test_auto_placement: the plan of 1 GPU       2 GPUs
+#                    test_auto_placement: the plan of 1 GPU       2 GPUs; each size on each machine
 # `git grep mark.nightly tests` has the others, each beside the variant that CI runs.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)

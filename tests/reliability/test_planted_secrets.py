@@ -35,7 +35,7 @@ def found(folder: Path, secrets: list[Planted]) -> list[tuple[str, str]]:
     return [(str(path), each.kind) for path, text in files.items() for each in secrets if each.secret.encode() in text]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_told_two_hundred_secrets_keeps_none_of_them(tmp_path: Path) -> None:
     (tmp_path / "leaky.py").write_text(LEAKY)
     secrets = list(planted())

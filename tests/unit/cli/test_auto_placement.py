@@ -184,6 +184,7 @@ def test_the_plan_shows_placement_engines_and_gpus_needed_and_found(
     assert "Memory of a device of 80 GB" in printed
 
 
+@pytest.mark.nightly
 def test_the_plan_of_a_machine_without_a_gpu_says_that_it_was_made_for_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_main(["+experiment=gsm8k_multiturn", "platform=gpu", "--format", "json"]) == 0
     placement = json.loads(capsys.readouterr().out)["placement"]
