@@ -53,6 +53,7 @@ def run_rank(rank: int, folder: str, dtype: str, rounds: int) -> None:
     from skyrl_train.distributed.strategy import Sharded
     from skyrl_train.endpoints import LocalEndpoint, Rendezvous
     from skyrl_train.model.causal_lm import load_causal_lm
+    from skyrl_train.model.torch_versions import ALL_GATHER
     from skyrl_train.weight_sync.sender import RankSender
     from skyrl_train.weights import Bucket, ModelWeights, Update, WeightSender, pack_bucket
 
@@ -65,7 +66,7 @@ def run_rank(rank: int, folder: str, dtype: str, rounds: int) -> None:
     sender = RankSender(model, strategy, cpu)
     parameters = dict(model.named_parameters())
     exchanged = [0]
-    gather: Any = dist.all_gather_single
+    gather: Any = getattr(dist, ALL_GATHER)
 
     def planned(update: Update) -> list[Bucket]:
         return ModelWeights(LocalEndpoint[WeightSender](sender)).buckets(
@@ -83,11 +84,11 @@ def run_rank(rank: int, folder: str, dtype: str, rounds: int) -> None:
             exchanged[0] += output.numel() * output.element_size()
             return gather(output, *rest, **options)
 
-        dist.all_gather_single = counted
+        setattr(dist, ALL_GATHER, counted)
         try:
             return sender.carry(bucket)
         finally:
-            dist.all_gather_single = gather
+            setattr(dist, ALL_GATHER, gather)
 
     ways: dict[str, tuple[Callable[[Bucket], Bucket], Update]] = {
         "each parameter": (each_parameter, ""),

@@ -17,6 +17,7 @@ from skyrl_train.memory.oom_consensus import CountedAllGather, CountedReduceScat
 from skyrl_train.model.experts import expert_modules
 from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.model.tensor_parallel import TensorGroup, cut_matrices
+from skyrl_train.model.torch_versions import fsdp_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -175,7 +176,7 @@ def state_ahead_of_pass(model: nn.Module) -> tuple[tuple[bool, frozenset[torch.d
         )
         for module in model.modules()
         if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in fsdp_groups(module)
     )
 
 
@@ -197,7 +198,7 @@ def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in fsdp_groups(module):
                 yield from group.fsdp_params
 
 

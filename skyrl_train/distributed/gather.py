@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from skyrl_train.model.torch_versions import all_gather
 
 _ALIGNMENT = 16
 
@@ -133,7 +134,7 @@ def _put_together(parts: Sequence[_Part], mesh_dim: int) -> None:
     for part, place in zip(parts, places):
         num_bytes = part.local.numel() * part.local.element_size()
         sent[place : place + num_bytes].view(part.local.dtype).copy_(part.local.reshape(-1))
-    dist.all_gather_single(received.view(-1), sent, group=group)
+    all_gather(received.view(-1), sent, group=group)
     for part, place in zip(parts, places):
         (_, dim), *rest = part.steps
         size = part.size_after_step()

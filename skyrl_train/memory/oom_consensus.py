@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.errors import RankOutOfMemory, SkyrlTrainError
+from skyrl_train.model.torch_versions import all_gather, reduce_scatter
 
 T = TypeVar("T")
 
@@ -91,9 +92,9 @@ class Collective:
         sent = torch.zeros(self.num_sent, dtype=self.dtype, device=self.device)
         received = torch.empty(self.num_received, dtype=self.dtype, device=self.device)
         if self.op is None:
-            dist.all_gather_single(received, sent, group=self.group)
+            all_gather(received, sent, group=self.group)
             return
-        dist.reduce_scatter_single(received, sent, op=self.op, group=self.group)
+        reduce_scatter(received, sent, op=self.op, group=self.group)
         if self.replicas is not None:
             dist.all_reduce(received, group=self.replicas)
 
@@ -210,7 +211,7 @@ class CountedAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._consensus.before_collective(_described(output_tensor, input_tensor, group, None))
-        handle: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        handle: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return handle
 
 
@@ -234,9 +235,7 @@ class CountedReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         self._consensus.before_collective(_described(output_tensor, input_tensor, group, op, self._replicas))
-        handle: dist.Work | None = dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        handle: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return handle
 
 

@@ -35,6 +35,7 @@ from skyrl_train.errors import ModelError
 from skyrl_train.model.joined_attention import accumulator, joined_attention, parts_of_queries
 from skyrl_train.model.numerics import is_deterministic
 from skyrl_train.model.segments import Segments
+from skyrl_train.model.torch_versions import VARLEN_OPTIONS
 
 ATTENTION, PADDED = "skyrl_segments", "skyrl_padded"
 """The names under which transformers finds `segment_attention` and `padded_attention`."""
@@ -149,6 +150,9 @@ def varlen(
     from torch.nn.attention import varlen as library
 
     offsets, longest = segments.offsets(query.device)
+    options = {"enable_gqa": query.shape[1] != key.shape[1], "num_splits": 1 if is_deterministic() else None}
+    if "enable_gqa" not in VARLEN_OPTIONS:
+        key, value = expanded(key, value, num_heads=query.shape[1])
     q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     function: Any = library.varlen_attn
     found: Tensor = function(
@@ -162,8 +166,7 @@ def varlen(
         scale=scale,
         # tokens to the left and to the right that are seen beside the token itself; -1 is all
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-        num_splits=1 if is_deterministic() else None,
+        **{name: options[name] for name in options if name in VARLEN_OPTIONS},
     )
     return found.transpose(0, 1).unsqueeze(0)
 

@@ -122,19 +122,3 @@ def unsupported_versions(versions: Mapping[str, str]) -> Iterator[str]:
     for name, version in versions.items():
         if name in ranges and not ranges[name].contains(version, prereleases=True):
             yield f"{name} {version} is installed, this release supports {name}{ranges[name]}"
-
-
-def add_missing_collectives() -> None:
-    """Give a torch older than the supported one the names of collectives that it has under older names.
-
-    Only the self-test's own processes see them: a report from such a torch is marked, and the package does without.
-    """
-    import torch.distributed as dist
-
-    library: Any = dist
-    for new, old in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    ):
-        if not hasattr(library, new):
-            setattr(library, new, getattr(library, old))

@@ -21,6 +21,7 @@ from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, make_strategy
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.flat_bytes import checksum_of
+from skyrl_train.model.torch_versions import all_gather, reduce_scatter
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import (
     gradient_of,
@@ -30,7 +31,6 @@ from skyrl_train.selftest.fixtures import (
     save_model,
     weights_of,
 )
-from skyrl_train.selftest.machine import add_missing_collectives
 from skyrl_train.weight_sync.cuda_ipc import Export, import_copy
 from skyrl_train.weight_sync.sender import WeightGroup
 from skyrl_train.weights import pack
@@ -109,11 +109,10 @@ def default_group(context: Context) -> str:
     dist.all_reduce(mine)
     assert mine.tolist() == [size * (size + 1) / 2] * (size * 3), f"all_reduce: {mine.tolist()}"
     gathered = torch.empty(size * 3, device=device)
-    library: Any = dist
-    library.all_gather_single(gathered, torch.full((3,), float(context.rank), device=device))
+    all_gather(gathered, torch.full((3,), float(context.rank), device=device))
     assert gathered.tolist() == [float(rank) for rank in range(size) for _ in range(3)], f"gather: {gathered.tolist()}"
     scattered = torch.empty(3, device=device)
-    library.reduce_scatter_single(scattered, torch.arange(size * 3.0, device=device))
+    reduce_scatter(scattered, torch.arange(size * 3.0, device=device))
     assert scattered.tolist() == [size * (context.rank * 3.0 + index) for index in range(3)]
     counts = torch.tensor([context.rank])
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
@@ -221,7 +220,6 @@ def _collect_ipc() -> None:
 def _join(context: Context) -> torch.device:
     """Make this process a rank of the default group; its device."""
     device = torch.device(context.device)
-    add_missing_collectives()
     join(_rendezvous(context, "default"), device)
     return device
 

@@ -19,6 +19,7 @@ from skyrl_train.distributed.strategy import Sharded
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import add_adapter, as_they_are, by_layer, merged_weights, weights_by_name
+from skyrl_train.model.torch_versions import ALL_GATHER
 from skyrl_train.weight_sync.parts import Arrivals
 from skyrl_train.weight_sync.sender import RankSender, WeightGroup
 from skyrl_train.weights import Bucket, copied
@@ -33,17 +34,17 @@ SHAPES = [(8, 6), (7, 6), (3, 5), (2, 4, 6), (9,), (1,)]
 def counting_gathers() -> Iterator[list[int]]:
     """The bytes that each all-gather makes whole."""
     found: list[int] = []
-    gather: Callable[..., Any] = distributed.all_gather_single
+    gather: Callable[..., Any] = getattr(distributed, ALL_GATHER)
 
     def counted(output: Tensor, *args: Any, **kwargs: Any) -> Any:
         found.append(output.numel() * output.element_size())
         return gather(output, *args, **kwargs)
 
-    distributed.all_gather_single = counted
+    setattr(distributed, ALL_GATHER, counted)
     try:
         yield found
     finally:
-        distributed.all_gather_single = gather
+        setattr(distributed, ALL_GATHER, gather)
 
 
 def meshes() -> dict[str, Any]:

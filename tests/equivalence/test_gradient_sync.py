@@ -23,6 +23,7 @@ from skyrl_train.memory.meter import GIB, CountingMeter
 from skyrl_train.memory.probe import Prober
 from skyrl_train.memory.sizing import hold_everything
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.torch_versions import REDUCE_SCATTER
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import ALGORITHM as LAYOUT_ALGORITHM
 from tests.support.layout_cases import close, distance, flat_gradient, on_policy
@@ -54,7 +55,7 @@ class CountedExchanges:
 
     def __init__(self) -> None:
         self.count = 0
-        self._original: Any = dist.reduce_scatter_single
+        self._original: Any = getattr(dist, REDUCE_SCATTER)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
@@ -94,7 +95,7 @@ def run_rank(rank: int, folder: Path, sync: GradientSync) -> Found:
     shard = replace(closed, batch=stage(closed.batch, 2).shards[rank])
     learner = sharded_learner(folder, sync, double=True)
     counted = CountedExchanges()
-    dist.reduce_scatter_single = counted
+    setattr(dist, REDUCE_SCATTER, counted)
     learner.forward_backward(shard)
     num_exchanges = counted.count
     gradient = whole_gradient(learner)

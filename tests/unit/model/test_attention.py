@@ -152,8 +152,11 @@ def test_what_runs_on_cuda(
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "options", [frozenset(("enable_gqa", "num_splits")), frozenset()], ids=["torch 2.12", "torch 2.11"]
+)
 def test_packed_rows_are_handed_to_the_variable_length_kernel(
-    deterministic: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    options: frozenset[str], deterministic: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel itself runs on CUDA alone: here a function of its signature computes what it promises."""
     from torch.nn.attention import varlen as library
@@ -161,9 +164,13 @@ def test_packed_rows_are_handed_to_the_variable_length_kernel(
     signature = inspect.signature(library.varlen_attn)
 
     def computed(*args: Any, **kwargs: Any) -> Tensor:
-        given = signature.bind(*args, **kwargs).arguments
+        assert not {"enable_gqa", "num_splits"} & kwargs.keys() - options  # a torch without them raises TypeError
+        given = signature.bind(
+            *args, **{name: kwargs[name] for name in kwargs if name in signature.parameters}
+        ).arguments
         assert (given["max_q"], given["max_k"]) == (5, 5)
-        assert given["num_splits"] == (1 if deterministic else None)
+        assert ("num_splits" in kwargs) == ("num_splits" in options)
+        assert kwargs.get("num_splits") == (1 if deterministic and options else None)
         left, right = given["window_size"]
         assert right == 0
         assert given["cu_seq_q"].tolist() == given["cu_seq_k"].tolist() == [0, 3, 4, 9]
@@ -176,13 +183,14 @@ def test_packed_rows_are_handed_to_the_variable_length_kernel(
                 *(each[:, :, start:stop] for each in (query, key, value)),
                 attn_mask=seen[: stop - start, : stop - start],
                 scale=given["scale"],
-                enable_gqa=given["enable_gqa"],
+                enable_gqa=kwargs.get("enable_gqa", False),
             )
             for start, stop in pairwise(given["cu_seq_q"].tolist())
         ]
         return torch.cat(rows, dim=2)[0].transpose(0, 1)
 
     monkeypatch.setattr(library, "varlen_attn", computed)
+    monkeypatch.setattr(attention, "VARLEN_OPTIONS", options)
     monkeypatch.setattr(attention, "is_deterministic", lambda: deterministic)
     query, key, value = (each.detach().float() for each in qkv(PACKED))
     found = attention.varlen(query, key, value, PACKED, scale=0.3, window=window)
