@@ -14,8 +14,8 @@ from skyrl_train.selftest.machine import Machine
 MAX_RANKS = 8
 LAYOUTS = ("padded", "packed", "prefix_shared")
 DTYPES = ("float32", "bfloat16")
-_CONFIGURED = ("hydra", "omegaconf", "rich", "matplotlib")
-"""Packages that a command with a Hydra configuration imports."""
+_CONFIGURED = ("hydra", "omegaconf", "pyarrow", "rich", "matplotlib")
+"""Packages that a run from the command line imports: its configuration, its rollouts on the disk, console and chart."""
 
 
 class SkipCase(Exception):
