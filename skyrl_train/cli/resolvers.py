@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,8 +80,9 @@ def register_resolvers() -> None:
         ConfigStore.instance().store(name=name, node=_base(schema), provider="skyrl_train")
 
 
+@functools.cache
 def _base(schema: type) -> DictConfig:
-    """The schema's defaults, to whose mappings the command line may add keys without a plus sign."""
+    """The schema's defaults, to whose mappings the command line may add keys without a plus sign. Hydra copies them."""
     node = OmegaConf.create(defaults(schema))
     for field in walk(schema):
         mapping = OmegaConf.select(node, field.path)

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_REASONS = 5
 """Lines about failed trajectories."""
-_ENOUGH = 8
-"""Trajectories that fail alike before any has succeeded: the others would, too."""
+FIRST_FEW = 8
+"""Trajectories that begin first: where they fail alike before any has succeeded, the others would, too."""
 _QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*(?:'|$)|"(?:\\.|[^"\\])*(?:"|$))""", re.DOTALL)
 """As Python writes texts, or the beginning of one where a message was cut off; no apostrophe in a word."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -174,13 +174,13 @@ def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_cont
 
 def check_failures(done: Sequence[Trajectory], total: int, *, limit: float, none_succeeded: bool = False) -> None:
     """Raise SkyrlTrainError, of the engine where it is what fails, where more than `limit` of `total` trajectories failed;
-    where `none_succeeded` since the run began, already where as many as `_ENOUGH` failed alike in its own code.
+    where `none_succeeded` since the run began, already where as many as `FIRST_FEW` failed alike in its own code.
 
     `limit` is `environment.max_failed_fraction`; the message counts the reasons, with an example of each.
     """
     failed = [trajectory for trajectory in done if trajectory.failure is not None]
     failures = [trajectory.failure for trajectory in failed if trajectory.failure is not None]
-    alike = none_succeeded and limit < 1 and _ENOUGH <= len(failures) == len(done) and _is_one_of_own_code(failures)
+    alike = none_succeeded and limit < 1 and FIRST_FEW <= len(failures) == len(done) and _is_one_of_own_code(failures)
     if len(failures) <= limit * total and not alike:
         return
     lines = _counted([f"{failure.kind.value}: {failure.message}" for failure in failures])

@@ -25,7 +25,7 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine, ReportsMetrics
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
-from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
+from skyrl_train.rollout.checked_engine import FIRST_FEW, CheckedEngine, check_failures, checked_trajectory
 from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession, ToolSettings
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
@@ -383,7 +383,9 @@ class RolloutGenerator:
             done.append(trajectory)
             self._none_succeeded = self._none_succeeded and trajectory.failed
             if trajectory.failed:
-                limit, none = self._environment.max_failed_fraction, self._none_succeeded
+                # Not the first to end: a judge that refuses at once, now and then, is faster than its answers.
+                none = self._none_succeeded and all(task.done() for task in tasks[:FIRST_FEW])
+                limit = self._environment.max_failed_fraction
                 check_failures(done, len(tasks), limit=limit, none_succeeded=none)
             if self.on_progress is not None:
                 self.on_progress(len(done), len(tasks))

@@ -212,10 +212,13 @@ def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
 def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, RewardModel]]:
     """Return the rewards that a model of this run gives, not one behind a URL."""
     from skyrl_train.config.rewards import reward_entries
-    from skyrl_train.rollout.rewards.model import RewardModel
     from skyrl_train.rollout.scoring import held_rewards
 
-    found = [(entry, reward) for entry, reward in held_rewards(reward_entries(environment))]
+    found = held_rewards(reward_entries(environment))
+    if not found:
+        return []  # the module of reward models imports httpx, which a run without a server can do without
+    from skyrl_train.rollout.rewards.model import RewardModel
+
     return [(entry, reward) for entry, reward in found if isinstance(reward, RewardModel) and reward.path]
 
 
