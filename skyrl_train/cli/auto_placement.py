@@ -384,6 +384,8 @@ def place_for_plan(config: Config) -> tuple[Config, Devices, list[str]]:
                 "generator.vllm.tensor_parallel_size says more; plan.architecture names a model of the same sizes"
             )
     config = place(config, devices)
+    if not config.placement.host_memory_gb:
+        config = replace(config, placement=replace(config.placement, host_memory_gb=devices.host_memory_gb))
     if auto and can_predict(config):
         config = replace(config, plan=replace(config.plan, device_memory_gb=devices.memory_gb))
     return config, found, notes

@@ -110,6 +110,9 @@ class PlacementConfig:
     """Nodes over which `num_gpus` are spread evenly (auto)."""
     gpu_memory_gb: NonNegativeFloat = 0.0
     """Memory of one GPU in GB (10^9 bytes) to choose for (auto); 0 asks the driver, and takes 80 where it does not say."""
+    host_memory_gb: Free[NonNegativeFloat] = 0.0
+    """Memory of one node in GB (10^9 bytes), against which a plan checks what the run keeps there; 0 reads it, or the limit
+    of the container, where the GPUs that are planned for are this machine's."""
     backend: Literal["inline", "ray"] = "inline"
     """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
     policy_num_workers: CutsRows[PositiveCount] = 1

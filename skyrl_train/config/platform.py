@@ -52,6 +52,18 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores
 
 
+def host_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of this machine, or the limit of this container where that is less; 0 where nothing tells."""
+    found: list[int] = []
+    with suppress(OSError, ValueError, LookupError):
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
+        found.append(int(lines["MemTotal"].split()[0]) * 1024)
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # `max` or no file: no limit
+            found.append(int((root / "sys/fs/cgroup" / limit).read_text(encoding="ascii")))
+    return min(found, default=0)
+
+
 def multiplies_bfloat16(root: Path = Path("/")) -> bool:
     """Return whether the processor has what torch multiplies matrices of bfloat16 with; True where it does not say.
 
@@ -74,6 +86,8 @@ class Devices:
     """The GPUs of each node that has any."""
     memory_gb: float = 0.0
     """Memory of one of them, in GB (10^9 bytes), of the smallest where they differ; 0 where nothing tells."""
+    host_memory_gb: float = 0.0
+    """Memory of a node's host, in GB; 0 where nothing tells."""
     source: str = ""
     """Where this is known from, e.g. `/dev` or `placement.num_gpus=4`."""
 
@@ -100,7 +114,12 @@ def local_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/"
         valid = [not name.isdigit() or int(name) < num_files for name in shown]
         count = valid.index(False) if False in valid else len(shown)
         source = f"CUDA_VISIBLE_DEVICES={visible}"
-    return Devices(gpus_per_node=(count,) if count else (), memory_gb=_smallest_memory_gb(), source=source)
+    return Devices(
+        gpus_per_node=(count,) if count else (),
+        memory_gb=_smallest_memory_gb(),
+        host_memory_gb=host_bytes(root) / 1e9,
+        source=source,
+    )
 
 
 @functools.cache

@@ -160,7 +160,7 @@ def predicted_rates(
     generator = config.generator
     slots = generator.max_batch_size
     if generator.backend == "vllm":
-        slots = generator.vllm.max_num_seqs or 256
+        slots = generator.vllm.most_sequences(on_gpu=config.platform.on_gpu)
     number_bytes = 2 if config.model.dtype == "bfloat16" else 4
     engine = machine.engine(policy, number_bytes=number_bytes, slots=slots)
     engines = count_engines(generator, config.placement) if generator.has_own_devices else 1

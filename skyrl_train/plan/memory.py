@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.bundles import Role, shares_devices
-from skyrl_train.config.learners import LearnerSettings, ScheduleLength, run_models
+from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, run_models
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError, ModelError, Violation
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_architecture
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
+from skyrl_train.plan.host_memory import HostMemory, host_lines, plan_host_memory
 from skyrl_train.wording import three_digits
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class DeviceMemory:
     """What models keep on that device meanwhile."""
     effort: str = ""
     """How passes were predicted, and how long that took."""
+    host: HostMemory | None = None
+    """What a node keeps in its own memory; None on a CPU, where that is the device's."""
 
     @property
     def engine_fits(self) -> bool:
@@ -88,7 +91,7 @@ class DeviceMemory:
 
     def violations(self) -> tuple[Violation, ...]:
         """Return what cannot run."""
-        return (*self._too_long(), *self._no_engine())
+        return (*self._too_long(), *self._no_engine(), *(self.host.violations() if self.host else ()))
 
     def _too_long(self) -> Iterator[Violation]:
         for each in self.passes:
@@ -138,6 +141,9 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
             f"{'engine':<10} {gigabytes(memory.engine_bytes)} while it generates, beside "
             f"{gigabytes(memory.resident_bytes)} of models"
         )
+    if memory.host and memory.host.owners:
+        yield "a node keeps in its own memory:"
+        yield from (f"  {line}" for line in host_lines(memory.host))
 
 
 def gigabytes(count: int) -> str:
@@ -187,6 +193,7 @@ def plan_memory(
         engine_bytes=int(engine * device_bytes),
         resident_bytes=sum(at_rest[role] for role in with_engine) if engine else 0,
         effort=effort.line(),
+        host=None if config.platform.name == "cpu" else plan_host_memory(config, models, layout_of(config)),
     )
 
 
