@@ -6,6 +6,7 @@ Nothing here is thread-safe: `inference/vllm.py` owns the thread.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ from skyrl_train.weights import Bucket, in_file
 T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
+COLLECTS_AFTER = (50_000, 20, 100)
+"""Thresholds of the garbage collector in an engine's process. Each step makes some twenty objects a request, none of them in
+a ring; by Python's own thresholds looking for rings takes half of what is beside vLLM's core (`bench/engine_front.py`)."""
 
 
 @dataclass
@@ -115,6 +119,8 @@ class VLLMCore:
             self._engine.collective_rpc("round_weights", kwargs={"rounding": settings.rounding})
         self._client = CoreClient(self._engine.engine_core)
         self.processes.watch(self._client.processes, died)
+        self._collects_after = gc.get_threshold()
+        gc.set_threshold(*COLLECTS_AFTER)
 
     @property
     def busy(self) -> bool:
@@ -284,6 +290,7 @@ class VLLMCore:
         self.processes.expect_end()
         self._client.close()
         self.processes.close()
+        gc.set_threshold(*self._collects_after)
 
     def _failure(self, text: str) -> EngineError:
         """Return the error for a failure: what the engine died of where a process of it is gone, else `text`. vLLM says that
