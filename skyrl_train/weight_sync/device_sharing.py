@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.endpoints import Endpoint, Phase
+from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.receiver import UpdatableEngine
 
 _AWAKE = ("weights", "kv_cache")
 """What an engine has on the device, in the order in which it takes it."""
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class DeviceSharing:
         self._record_file = record_file
         self._models: dict[str, _Model] = {}
         self._lock = threading.RLock()
+        self._models_left = threading.Condition(self._lock)
         self._awake: tuple[str, ...] = _AWAKE
         self._on_device: dict[str, bool] = {}
         """Models that are there, and whether with their optimizer."""
@@ -124,6 +127,17 @@ class DeviceSharing:
             self._weights_moved = False
 
     @contextmanager
+    def starting_engine(self, is_given_up: Callable[[], bool]) -> Iterator[None]:
+        """Keep models off the devices while an engine is started again, which finds none of the memory it needs beside them.
+        Waits until they have left, and has them wait for its end. Raises EngineError where `is_given_up` meanwhile."""
+        with self._lock:
+            while self._shared and self._on_device:
+                if is_given_up():
+                    raise EngineError("the engines were closed")
+                self._models_left.wait(_LOOK_EVERY_S)
+            yield
+
+    @contextmanager
     def catching_up(self, engine: Endpoint[UpdatableEngine]) -> Iterator[bool]:
         """An engine that was started again wants the weights of the last sync; whether there are any such still. The
         policy comes to the device beside the engines for it."""
@@ -177,6 +191,7 @@ class DeviceSharing:
         started = time.monotonic()
         self._models[role].offload()
         del self._on_device[role]
+        self._models_left.notify_all()
         self._record(f"{role} off", started)
 
     def _record(self, move: str, started: float) -> None:

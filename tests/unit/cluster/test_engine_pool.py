@@ -88,6 +88,9 @@ class Group:
         self.lost.append(reason)
         return True
 
+    def is_closed(self) -> bool:
+        return False
+
     def restart(self, index: int, catch_up: Callable[..., None]) -> None:
         catch_up()
         self.actors[index] = self._actor()

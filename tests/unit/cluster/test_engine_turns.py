@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from tests.support.shared_engines import engines
 
@@ -106,3 +109,34 @@ def test_who_shares_nothing_never_moves(tmp_path: Path) -> None:
     assert alone.turns.weights_moved
     assert alone.turns.engines_serve
     assert not alone.record.exists()
+
+
+def test_an_engine_is_started_again_where_no_model_is_and_none_comes_meanwhile(shared: Shared) -> None:
+    turns, given_up = shared.turns, threading.Event()
+    order: list[str] = []
+
+    def start_engine() -> None:
+        try:
+            with turns.starting_engine(given_up.is_set):
+                order.append("starts")
+                time.sleep(0.3)
+                order.append("started")
+        except EngineError as error:
+            order.append(str(error))
+
+    turns.models("policy", optimizer=True)
+    thread = threading.Thread(target=start_engine)
+    thread.start()
+    time.sleep(0.2)
+    assert order == [], "the policy is on the device"
+    turns.engines()
+    time.sleep(0.1)
+    assert order == ["starts"]
+    shared.told()
+    turns.models("policy")
+    assert order == ["starts", "started"]
+    assert shared.told() == ["sleep", "policy onload"]
+    thread.join()
+    given_up.set()
+    start_engine()
+    assert order[2:] == ["the engines were closed"]
