@@ -17,7 +17,14 @@ if [ -n "${CUDA_VERSION:-}" ]; then
             "container toolkit and a driver of version $needed or newer), or compute on the CPU with platform=cpu"
         ;;
     *)
-        if [ "$major" -lt "$needed" ]; then
+        # Cards of data centres compute with an older driver by the libraries of CUDA's forward compatibility, which the base
+        # image has; whether they do here is asked of them.
+        compat=${CUDA_HOME:-/usr/local/cuda}/compat
+        if [ "$major" -lt "$needed" ] && LD_LIBRARY_PATH="$compat:${LD_LIBRARY_PATH:-}" python3 -c \
+            'import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).cuInit(0))' "$compat/libcuda.so.1" 2>/dev/null; then
+            export LD_LIBRARY_PATH="$compat:${LD_LIBRARY_PATH:-}"
+            say "the host's NVIDIA driver $driver computes by CUDA's forward compatibility ($compat)"
+        elif [ "$major" -lt "$needed" ]; then
             say "error: the host's NVIDIA driver is $driver; torch and vLLM in this image are built for CUDA 13, which needs" \
                 "$needed or newer. Update the driver of the host, or compute on the CPU with \`--entrypoint skyrl-train\`" \
                 "and platform=cpu"

@@ -213,7 +213,9 @@ esac
 """For Python: makes environments of copies of itself, and prints the overrides that the trainer is started with."""
 
 
-def dry_run(script: str, tmp_path: Path, *arguments: str, num_gpus: int) -> subprocess.CompletedProcess[str]:
+def dry_run(
+    script: str, tmp_path: Path, *arguments: str, num_gpus: int, driver: str = "580.65.06"
+) -> subprocess.CompletedProcess[str]:
     """The script in a clone, on a machine with so many GPUs where nothing is installed."""
     root, tools = tmp_path / "a clone", tmp_path / "bin"
     shutil.copytree(REPOSITORY / "scripts", root / "scripts")
@@ -225,7 +227,8 @@ def dry_run(script: str, tmp_path: Path, *arguments: str, num_gpus: int) -> subp
         assert found is not None
         (tools / name).symlink_to(found)
     devices = "\n".join(f"echo /dev/nvidia{index}" for index in range(num_gpus))
-    for name, body in {"python3": STAND_IN, "ls": f"#!/bin/sh\n{devices}\n"}.items():
+    smi = f"#!/bin/sh\necho {driver}\n" if num_gpus else "#!/bin/sh\nexit 9\n"
+    for name, body in {"python3": STAND_IN, "ls": f"#!/bin/sh\n{devices}\n", "nvidia-smi": smi}.items():
         (tools / name).write_text(body, encoding="utf-8")
         (tools / name).chmod(0o755)
     return subprocess.run(
@@ -255,6 +258,19 @@ def test_a_node_is_set_up_without_starting_anything(tmp_path: Path) -> None:
     ran = dry_run("setup.sh", tmp_path, num_gpus=8)
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "a clone" / ".venv" / ".installed-vllm").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "driver", "says"),
+    [(8, "570.133.20", "is 570.133.20, and CUDA 13 needs 580 or newer"), (0, "", "no NVIDIA driver answers")],
+)
+def test_a_node_whose_driver_is_too_old_is_refused_before_anything_is_installed(
+    tmp_path: Path, num_gpus: int, driver: str, says: str
+) -> None:
+    ran = dry_run("setup.sh", tmp_path, num_gpus=num_gpus, driver=driver)
+    assert ran.returncode == 1
+    assert says in ran.stderr
+    assert not (tmp_path / "a clone" / ".venv").exists()
 
 
 def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_path: Path) -> None:
@@ -387,6 +403,34 @@ def test_an_image_checks_the_driver_before_it_starts(
     assert (finished.returncode, finished.stdout.strip()) == (status, runs)
     assert says in finished.stderr
     assert bool(finished.stderr) == bool(says)
+
+
+@pytest.mark.parametrize(("answer", "status"), [(0, 0), (804, 1)])
+def test_an_older_driver_is_taken_where_forward_compatibility_computes(
+    tmp_path: Path, answer: int, status: int
+) -> None:
+    """804 is CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE: a card that is none of a data centre's."""
+    executable(tmp_path / "skyrl-train", 'echo "$LD_LIBRARY_PATH"')
+    executable(tmp_path / "nvidia-smi", "echo 570.133.20")
+    (tmp_path / "compat").mkdir()
+    source = tmp_path / "libcuda.c"
+    source.write_text(f"int cuInit(unsigned flags) {{ return {answer}; }}")
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-o", str(tmp_path / "compat/libcuda.so.1"), str(source)], check=True)
+    finished = subprocess.run(
+        [str(REPOSITORY / "docker/entrypoint.sh"), "platform=gpu"],
+        env={
+            "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin",
+            "CUDA_VERSION": "13.0.2",
+            "CUDA_HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == status
+    assert "570.133.20" in finished.stderr
+    assert finished.stdout.startswith(f"{tmp_path}/compat:") == (status == 0)
 
 
 def executable(path: Path, line: str) -> None:
