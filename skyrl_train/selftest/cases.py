@@ -52,6 +52,9 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     processes: Literal["one", "two_on_one_device", "each_device"] = "one"
     """`each_device`: a rank for each CUDA device, up to eight; two ranks on a CPU."""
+    shares_process: bool = False
+    """Whether its one process may have run other cases before: one that measures no memory, counts no compilation and leaves
+    nothing behind."""
     packages: Sequence[str] = ()
     """Modules that must be installed beside torch and transformers."""
     cuda_only: bool = False
@@ -99,6 +102,7 @@ def _kernels() -> list[Case]:
             name=f"kernels/{layout}/{dtype}",
             body="learners:layout_against_float64",
             arguments={"layout": layout, "dtype": dtype},
+            shares_process=True,
         )
         for layout in LAYOUTS
         for dtype in DTYPES
@@ -125,7 +129,12 @@ def _strategies() -> list[Case]:
 CASES: tuple[Case, ...] = (
     *_kernels(),
     *(
-        Case(name=f"attention/windows_and_caps/{dtype}", body="learners:attention_terms", arguments={"dtype": dtype})
+        Case(
+            name=f"attention/windows_and_caps/{dtype}",
+            body="learners:attention_terms",
+            arguments={"dtype": dtype},
+            shares_process=True,
+        )
         for dtype in DTYPES
     ),
     Case(name="attention/mask_memory", body="learners:mask_memory"),
@@ -147,7 +156,7 @@ CASES: tuple[Case, ...] = (
         for name in ("sequence_parallel", "tensor_parallel", "expert_parallel")
     ),
     Case(name="auto_micro_batches", body="learners:auto_micro_batches"),
-    Case(name="engine/hf", body="runs:hf_engine"),
+    Case(name="engine/hf", body="runs:hf_engine", shares_process=True),
     *(
         Case(
             name=f"engine/{name}",
@@ -160,7 +169,14 @@ CASES: tuple[Case, ...] = (
         )
         for name, size in (("vllm", 1), ("vllm_tensor_parallel", 2))
     ),
-    Case(name="grpo/hf", body="runs:grpo", arguments={"generator": "hf"}, packages=_CONFIGURED, deadline_s=400.0),
+    Case(
+        name="grpo/hf",
+        body="runs:grpo",
+        arguments={"generator": "hf"},
+        packages=_CONFIGURED,
+        deadline_s=400.0,
+        shares_process=True,
+    ),
     Case(
         name="grpo/vllm",
         body="runs:grpo",
@@ -168,7 +184,7 @@ CASES: tuple[Case, ...] = (
         packages=(*_CONFIGURED, "ray", "vllm"),
         deadline_s=600.0,
     ),
-    Case(name="sft", body="runs:sft", packages=_CONFIGURED, deadline_s=400.0),
+    Case(name="sft", body="runs:sft", packages=_CONFIGURED, deadline_s=400.0, shares_process=True),
 )
 
 

@@ -1,6 +1,6 @@
-"""Each case in processes of its own: what becomes of one that passes, fails, crashes or hangs.
+"""Cases in processes of their own, or in one after others: what becomes of one that passes, fails, crashes or hangs.
 
-    parent --order file--> worker of rank 0, 1, ...   `python -m skyrl_train.selftest --worker FILE`
+    parent --order file--> worker of rank 0, 1, ...   `python -m skyrl_train.selftest --worker FILE`, or - for many
     parent <--answer file-- worker                    a figure, a reason to skip, or a traceback
 
 The parent imports neither torch nor anything else that could break, so that a broken installation is a row of the report.
@@ -9,6 +9,7 @@ The parent imports neither torch nor anything else that could break, so that a b
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,8 +52,35 @@ class CaseResult:
     """What the body returned."""
 
 
-def run_case(case: Case, machine: Machine) -> CaseResult:
-    """Run the case in its processes, unless it means nothing on this machine."""
+class SharedProcess:
+    """One process for cases that cannot harm each other: torch is imported, and CUDA begun, once. After a case that failed,
+    crashed or hung the next one has a new process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = Path(tempfile.mkstemp(prefix="skyrl-selftest-", suffix=".log")[1])
+
+    def take(self, order: Path, *, hide_cuda: bool) -> subprocess.Popen[bytes]:
+        """Give it an order; return the process, begun where there is none."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = _start(
+                "-", self.log, Path(tempfile.gettempdir()), hide_cuda=hide_cuda, stdin=subprocess.PIPE
+            )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended just now, which is seen as the case's crash
+            self._process.stdin.write(f"{order}\n".encode())
+            self._process.stdin.flush()
+        return self._process
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if self._process is not None:
+            _kill(self._process)
+        self.log.unlink(missing_ok=True)
+
+
+def run_case(case: Case, machine: Machine, shared: SharedProcess | None = None) -> CaseResult:
+    """Run the case in its processes, or in `shared` where it may, unless it means nothing on this machine."""
     reason = case.reason_to_skip(machine)
     if reason:
         return CaseResult(name=case.name, outcome="skip", detail=reason, seconds=0.0)
@@ -62,6 +90,7 @@ def run_case(case: Case, machine: Machine) -> CaseResult:
         case.arguments,
         deadline_s=case.deadline_s,
         devices=_devices(case, machine),
+        shared=shared if case.shares_process else None,
     )
 
 
@@ -81,19 +110,20 @@ def run_body(
     deadline_s: float,
     devices: Sequence[str],
     hide_cuda: bool | None = None,
+    shared: SharedProcess | None = None,
 ) -> CaseResult:
-    """Run `body` with a rank on each of `devices` and wait for all, or for `deadline_s`."""
+    """Run `body` with a rank on each of `devices` and wait for all, or for `deadline_s`; in `shared` where that is given."""
     started = time.monotonic()
     hidden = devices[0] == "cpu" if hide_cuda is None else hide_cuda
     with tempfile.TemporaryDirectory(prefix="skyrl-selftest-", ignore_cleanup_errors=True) as scratch:
         root = Path(scratch)
-        shared = root / "shared"
-        shared.mkdir()
+        folder = root / "shared"
+        folder.mkdir()
         ranks = []
         try:
             for rank, device in enumerate(devices):
-                context = Context(device=device, rank=rank, num_ranks=len(devices), folder=shared)
-                ranks.append(_Worker(root, body, arguments, context, hide_cuda=hidden))
+                context = Context(device=device, rank=rank, num_ranks=len(devices), folder=folder)
+                ranks.append(_Worker(root, body, arguments, context, hide_cuda=hidden, shared=shared))
             late = _wait(ranks, deadline_s)
         finally:
             for worker in ranks:
@@ -113,26 +143,34 @@ def run_body(
 
 
 class _Worker:
-    """One process of a case, leader of a process group of its own."""
+    """One process of a case, leader of a process group of its own, or the one that it shares with others."""
 
     def __init__(
-        self, root: Path, body: str, arguments: Mapping[str, Any], context: Context, *, hide_cuda: bool
+        self,
+        root: Path,
+        body: str,
+        arguments: Mapping[str, Any],
+        context: Context,
+        *,
+        hide_cuda: bool,
+        shared: SharedProcess | None,
     ) -> None:
         order = root / f"order-{context.rank}.json"
         self._answer = order.with_suffix(".answer")
-        self._log = order.with_suffix(".log")
+        self._is_shared = shared is not None
+        self._log = order.with_suffix(".log") if shared is None else shared.log
         content = {"body": body, "arguments": arguments, "context": {**asdict(context), "folder": str(context.folder)}}
         order.write_text(json.dumps(content), encoding="utf-8")
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl_train.selftest", "--worker", str(order)],
-                cwd=context.folder,
-                env=_environment(hide_cuda=hide_cuda),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._log_begins = self._log.stat().st_size if self._is_shared else 0
+        if shared is not None:
+            self.process = shared.take(order, hide_cuda=hide_cuda)
+        else:
+            self.process = _start(str(order), self._log, context.folder, hide_cuda=hide_cuda)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.process.poll() is not None or (self._is_shared and self._answer.is_file())
 
     @property
     def failed(self) -> bool:
@@ -140,11 +178,10 @@ class _Worker:
         return self.process.poll() not in (None, 0)
 
     def kill(self) -> None:
-        """End it and what it started in its group. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its process from ending
-            self.process.wait(_KILL_TIMEOUT_S)
+        """End it and what it started in its group, unless it is for others, too, and did well. Idempotent."""
+        did_well = self._answer.is_file() and json.loads(self._answer.read_text(encoding="utf-8"))["outcome"] != "fail"
+        if not (self._is_shared and did_well):
+            _kill(self.process)
 
     def answer(self, *, is_late: bool) -> dict[str, Any]:
         """What it wrote before it ended; else what can be said of its end."""
@@ -160,8 +197,30 @@ class _Worker:
     def log_tail(self) -> str:
         """The last of what it wrote to stdout and stderr."""
         with self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
+            log.seek(max(self._log_begins, self._log.stat().st_size - _TAIL_BYTES))
             return log.read().decode(errors="replace")
+
+
+def _start(
+    order: str, log: Path, folder: Path, *, hide_cuda: bool, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "skyrl_train.selftest", "--worker", order],
+            cwd=folder,
+            env=_environment(hide_cuda=hide_cuda),
+            stdin=stdin,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its process from ending
+        process.wait(_KILL_TIMEOUT_S)
 
 
 def _environment(*, hide_cuda: bool) -> dict[str, str]:
@@ -183,7 +242,7 @@ def _wait(workers: Sequence[_Worker], deadline_s: float) -> bool:
     """Until all have ended, or one failed and the others had their time; whether the deadline passed before."""
     ends = time.monotonic() + deadline_s
     is_cut_short = False
-    while any(worker.process.poll() is None for worker in workers):
+    while not all(worker.is_done for worker in workers):
         if not is_cut_short and any(worker.failed for worker in workers):
             is_cut_short, ends = True, min(ends, time.monotonic() + _OTHERS_S)
         if time.monotonic() > ends:
@@ -203,6 +262,20 @@ def _joined(answers: Sequence[dict[str, Any]], deadline_s: float) -> tuple[Outco
         return "fail", min(told, key=lambda answer: answer.get("ended_at", 0.0))
     skipped = [answer for answer in answers if answer["outcome"] == "skip"]
     return ("skip", skipped[0]) if skipped else ("pass", answers[0])
+
+
+def work_on(orders: Iterable[str]) -> int:
+    """The side of a worker that cases share: one order after the other, each in its own folder, until there are no more."""
+    for line in orders:
+        order = Path(line.strip())
+        os.chdir(json.loads(order.read_text(encoding="utf-8"))["context"]["folder"])
+        status = work(order)
+        gc.collect()
+        if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_initialized():
+            cuda.empty_cache()
+        if status:
+            return status
+    return 0
 
 
 def work(order: Path) -> int:

@@ -6,8 +6,15 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from skyrl_train.selftest.cases import Context, SkipCase
+
+
+def process_id(context: Context) -> str:
+    print(f"for {Path.cwd()}")
+    assert Path.cwd() == context.folder
+    return str(os.getpid())
 
 
 def figure(context: Context) -> str:

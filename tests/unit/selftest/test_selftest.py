@@ -18,7 +18,7 @@ from skyrl_train.selftest.__main__ import main
 from skyrl_train.selftest.cases import CASES, Case, Context, chosen_cases
 from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_reference, require_gradient, save_model
 from skyrl_train.selftest.machine import Machine, unsupported_versions
-from skyrl_train.selftest.processes import CaseResult, run_body
+from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body
 
 BODIES = "tests.support.selftest_bodies"
 CPU = Machine(
@@ -80,6 +80,39 @@ def test_a_case_that_hangs_is_ended_with_its_children_at_its_deadline() -> None:
     while (lives := command_line.exists() and bool(command_line.read_bytes())) and time.monotonic() < ends:
         time.sleep(0.05)
     assert not lives
+
+
+def test_cases_share_a_process_until_one_of_them_does_not_pass() -> None:
+    shared = SharedProcess()
+    try:
+
+        def share(body: str, deadline_s: float = 60.0) -> CaseResult:
+            name, devices = f"{BODIES}:{body}", ["cpu"]
+            return run_body("a case", name, {}, deadline_s=deadline_s, devices=devices, shared=shared)
+
+        first, second = share("process_id"), share("process_id")
+        assert first.outcome == second.outcome == "pass"
+        assert first.detail == second.detail
+        seen = {first.detail}
+        for body, reason in (
+            ("wrong", "AssertionError: 2 is not 3"),
+            ("aborts", "the process ended with signal SIGABRT and left no answer"),
+            ("hangs_with_a_child", "still running after 3 s, and killed"),
+        ):
+            failed = share(body, deadline_s=3.0 if body.startswith("hangs") else 60.0)
+            assert (failed.outcome, failed.detail) == ("fail", reason)
+            assert first.detail not in failed.log_tail
+            after = share("process_id")
+            assert after.outcome == "pass"
+            assert after.detail not in seen
+            seen.add(after.detail)
+        skipped = share("skips")
+        assert (skipped.outcome, skipped.detail) == ("skip", "no compiler here")
+        assert share("process_id").detail in seen
+    finally:
+        shared.close()
+    assert not shared.log.exists()
+    assert not Path(f"/proc/{after.detail}").exists()
 
 
 def test_of_several_ranks_the_one_that_failed_first_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
