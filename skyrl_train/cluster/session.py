@@ -125,6 +125,8 @@ class RaySession:
                 "object_store_memory": object_store_bytes(largest_bucket_bytes),
                 "_temp_dir": str(self.folder / _RAYS_OWN),
                 "_node_ip_address": "127.0.0.1",
+                # Ray would remember the last 100,000 calls, for a dashboard that is not there: 60 kB a step of a small run.
+                "_system_config": {"task_events_report_interval_ms": 0},
             }
         else:
             options["address"] = placement.ray_address

@@ -1,13 +1,19 @@
-"""A session of this machine on a machine that is busy, in a process of its own: this one is connected already."""
+"""A session of this machine: where it is busy, in a process of its own as this one is connected; what it remembers."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+import ray
 
+from skyrl_train.cluster.session import RaySession
 from tests.support.process_trees import Family
 
 pytestmark = pytest.mark.cluster
@@ -103,3 +109,29 @@ def test_a_session_of_this_machine_has_a_token_of_its_own_without_which_nobody_j
         "joined [] True False",
     ]
     assert lines[-1] == "as before ['disabled', None, 'of another cluster']"
+
+
+def test_a_session_remembers_no_calls(session: RaySession) -> None:
+    @ray.remote(num_cpus=0)
+    class Echo:
+        def say(self, number: int) -> int:
+            return number
+
+    echo = Echo.remote()
+    ray.get(echo.say.remote(0))
+    before = _megabytes_of_gcs(session)
+    for _ in range(25):
+        ray.get([echo.say.remote(number) for number in range(400)])
+    time.sleep(2.0)  # Ray's processes report every second
+    assert _megabytes_of_gcs(session) - before < 10  # 33 with what Ray does by itself
+
+
+def _megabytes_of_gcs(session: RaySession) -> float:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes()
+            if b"gcs_server" in words and str(session.folder).encode() in words:
+                held = re.search(r"VmRSS:\s+(\d+) kB", (process / "status").read_text())
+                assert held is not None
+                return int(held[1]) / 1024
+    raise AssertionError("the session has no server")
