@@ -7,7 +7,7 @@
 #   tests/cluster    test_restarts: a node dies                   CI kills and stops a rank; restarts are the same code
 #                    test_replayed_runs: ddp; 2, 1, 2 workers     test_learners: two ranks by ddp; from two ranks to one
 #                    test_http_server: while the learner updates  test_async_runs in this process, test_vllm_in_flight
-#                    test_vllm_architectures: all but two         the code that syncs is one; qwen3_moe has experts, too
+#                    test_vllm_architectures: all but one         the code that syncs is one; qwen3_moe has experts, too
 #                    test_vllm_inline: a core dies; Ctrl-C        test_vllm_apart: a core that is killed is noticed
 #                    test_two_engines: place taken in training    test_weight_transports: an engine that was away
 #                    test_stream_placements                       test_two_engines: one of two dies; test_async_runs
@@ -16,7 +16,19 @@
 #                    test_learners, test_sequence_groups: half    two ranks of both strategies
 #                    test_mesh_runs                               test_weight_transports; tests/equivalence/test_meshes
 #                    test_vllm_apart: killed while it starts      killed while it serves
-#   tests/trainers   test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
+#                    test_agent_runs: training, on Ray or not     what an agent is told; tests/trainers/test_agent_streams
+#                    test_vllm_adapter: two sharded ranks         one rank; test_weight_transports: two ranks, all weights
+#                    test_weight_transports: tensor parallel      test_vllm_engine: workers in processes of their own
+#                    test_environment_workers: a reward           an environment on Ray, what is wrong with it, its death
+#                    test_reward_model: an actor that dies        test_environment_workers: one that dies; test_errors_...
+#                    test_sequence_groups: resumed, refused       test_learners: the same with ranks of their own
+#                    test_vllm_images                             test_images_on_ray; test_vision_layouts
+#                    test_vllm_sampler: top_k, min_p              top_p and none: the same sampler
+#                    test_vllm_engine: rounded matrices           tests/unit/model: what rounding makes of a matrix
+#                    test_vllm_in_flight: recompute               keep
+#                    test_learners: a rank that is stopped        one that is killed; test_restarts: both
+#   tests/trainers   test_declared_metrics on Ray                 in this process
+#                    test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
 #                    test_checkpoint_url: each operation          each fourth and ninth; each where two are kept
 #                    test_deleted_files: any moment of a run      while a checkpoint is written; test_saving
 #                    test_s3: s3fs and moto, which no extra has   test_checkpoint_url: a store with the same faults

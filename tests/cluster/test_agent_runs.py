@@ -97,7 +97,7 @@ def test_vllm_tells_whoever_listens_what_it_samples() -> None:
         pytest.param("inline", "serial", marks=pytest.mark.nightly),
         pytest.param("inline", "stream", marks=pytest.mark.nightly),
         pytest.param("ray", "serial", marks=pytest.mark.nightly),
-        ("ray", "stream"),
+        pytest.param("ray", "stream", marks=pytest.mark.nightly),
     ],
 )
 def test_agents_are_trained_on_what_vllm_sampled(

@@ -91,6 +91,7 @@ def test_an_actor_that_dies_costs_what_was_running_there_alone(session: RaySessi
         played.close()
 
 
+@pytest.mark.nightly
 def test_a_reward_function_scores_on_ray_what_it_scores_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "def score(completion, answer):\n    return (len(completion) % 7 + len(str(answer))) / 10\n"

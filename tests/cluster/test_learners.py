@@ -157,7 +157,7 @@ def test_one_rank_with_a_gradient_that_is_not_finite_stops_all_before_a_weight_m
     ("send", "error", "says"),
     [
         (signal.SIGKILL, ActorLostError, "policy worker rank 1 .* died in phase score"),
-        (signal.SIGSTOP, ActorLostError, "policy worker rank 1 .* sign of life"),
+        pytest.param(signal.SIGSTOP, ActorLostError, "policy worker rank 1 .* sign of life", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_call_with_its_name(

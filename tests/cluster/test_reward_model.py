@@ -45,6 +45,7 @@ def kill_and_wait(actor: Any) -> None:
             ray.get(actor.score.remote([]), timeout=60.0)
 
 
+@pytest.mark.nightly
 def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path: Path) -> None:
     settings = settings_of(save_reward_model(tmp_path))
     expected = SequenceScorer(settings).score_now(CONVERSATIONS)

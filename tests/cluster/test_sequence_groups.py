@@ -81,6 +81,7 @@ def test_metrics_count_rows_once(session: RaySession, model_folder: Path) -> Non
     assert found["layout/policy_tokens"].value == sum(LENGTHS)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_goes_on_with_ranks_of_their_own_and_back(
     session: RaySession, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -104,11 +105,13 @@ def test_a_checkpoint_goes_on_with_ranks_of_their_own_and_back(
         assert relative_difference(weights_of(learner), expected) < 1e-6
 
 
+@pytest.mark.nightly
 def test_a_loss_that_is_not_finite_stops_all_before_a_weight_moves(session: RaySession, model_folder: Path) -> None:
     with ray_learner(session, shared_config(model_folder), 2) as learner:
         require_refusal_of_non_finite_losses(learner)
 
 
+@pytest.mark.nightly
 def test_heads_that_the_ranks_do_not_divide_are_refused(session: RaySession, model_folder: Path) -> None:
     config = shared_config(model_folder, size=3)
     with (

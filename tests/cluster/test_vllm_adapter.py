@@ -95,6 +95,7 @@ def test_requests_during_an_update_wait_for_the_new_adapter(engine: VLLMEngine) 
     assert difference(held.result(60), model) < 1e-4
 
 
+@pytest.mark.nightly
 def test_two_sharded_ranks_sync_their_adapter_alone(session: RaySession, tmp_path: Path) -> None:
     """However they are carried; the engine is compared with the learner after each sync."""
     config = make_config(Path("unused"), strategy="fsdp2")

@@ -163,6 +163,7 @@ def test_chunked_prefill_is_off_on_a_cpu_and_a_prompt_fits_one_step() -> None:
     assert arguments["dtype"] == "float32"
 
 
+@pytest.mark.nightly
 def test_matrices_rounded_on_their_way_are_what_an_engine_makes_of_whole_ones() -> None:
     model = replace(CONFIG.model, dtype="bfloat16")
     engine = VLLMEngine(engine_settings(replace(CONFIG, model=model)))

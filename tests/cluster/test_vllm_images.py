@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LARGEST = 1e-5
 
 
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("http", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["vllm", "http"])
 def test_log_probabilities_with_images_are_the_trainers_after_each_sync_of_the_tower_too(
     kind: str, tmp_path: Path
 ) -> None:

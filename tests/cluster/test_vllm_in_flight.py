@@ -30,7 +30,7 @@ TOLERANCE = 2e-4
 __all__ = ["endless"]
 
 
-@pytest.fixture(scope="module", params=["recompute", "keep"])
+@pytest.fixture(scope="module", params=[pytest.param("recompute", marks=pytest.mark.nightly), "keep"])
 def cache(request: pytest.FixtureRequest) -> Cache:
     chosen: Cache = request.param
     return chosen

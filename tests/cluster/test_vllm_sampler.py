@@ -37,7 +37,16 @@ def test_seeds_of_the_engine_do_not_repeat_a_response(engine: VLLMEngine) -> Non
     assert len({output.token_ids for output in free}) == 5
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 12}, {"min_p": 0.02}, {}], ids=str)
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_p": 0.8},
+        pytest.param({"top_k": 12}, marks=pytest.mark.nightly),
+        pytest.param({"min_p": 0.02}, marks=pytest.mark.nightly),
+        {},
+    ],
+    ids=str,
+)
 def test_tokens_are_drawn_by_the_probabilities_that_truncation_leaves(
     engine: VLLMEngine, truncation: dict[str, float]
 ) -> None:

@@ -80,6 +80,7 @@ def cluster(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> It
         yield opened
 
 
+@pytest.mark.nightly
 def test_each_worker_of_a_tensor_parallel_engine_takes_its_part(session: RaySession, tmp_path: Path) -> None:
     """As on GPUs: workers are processes of their own, and whole parameters arrive at each, which keeps its slices."""
     with started(session, tmp_path, VLLMConfig(tensor_parallel_size=2)) as cluster:

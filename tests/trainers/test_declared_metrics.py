@@ -70,7 +70,7 @@ def test_runs_of_every_kind_log_what_is_declared(kind: str, tmp_path: Path) -> N
     assert undeclared(logged(tmp_path)) == []
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_a_run_on_ray_logs_what_is_declared(tmp_path: Path) -> None:
     module, *overrides = KINDS["rl"]
     run_command(tmp_path, *overrides, *RAY, module=module)
