@@ -19,7 +19,7 @@ from skyrl_train.config.algorithm import (
 )
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
 from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.validate import run_rules
+from skyrl_train.config.validate import run_rules, validate_config
 from skyrl_train.errors import Violation
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -31,19 +31,25 @@ def violations_of(algorithm: AlgorithmConfig) -> list[Violation]:
 
 
 @cache
-def preset(name: str, *overrides: str) -> AlgorithmConfig:
+def run_with(name: str, *overrides: str) -> Config:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base=HYDRA_VERSION_BASE):
         node = compose("config", [f"algorithm={name}", "platform=cpu", *overrides])
-    return load_node(node, Config).trainer.algorithm
+    return load_node(node, Config)
+
+
+def preset(name: str, *overrides: str) -> AlgorithmConfig:
+    return run_with(name, *overrides).trainer.algorithm
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_composes_into_the_schema_and_breaks_no_rule(name: str) -> None:
-    config = preset(name, "critic.model.path=policy")
+    teacher = ["reference.model.path=hub/teacher"] if name == "distillation" else []
+    run = run_with(name, "critic.model.path=policy", *teacher)
+    config = run.trainer.algorithm
     assert config.advantage_estimator in ADVANTAGE_ESTIMATORS
     assert config.policy_loss in POLICY_LOSSES
-    assert violations_of(config) == []
+    assert validate_config(run) == []
 
 
 def test_every_estimator_and_loss_that_needs_settings_of_its_own_has_a_preset() -> None:
