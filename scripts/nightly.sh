@@ -20,8 +20,9 @@
 #                    test_vllm_adapter: two sharded ranks         one rank; test_weight_transports: two ranks, all weights
 #                    test_weight_transports: tensor parallel      test_vllm_engine: workers in processes of their own
 #                    test_environment_workers: a reward           an environment on Ray, what is wrong with it, its death
-#                    test_reward_model: an actor that dies        test_environment_workers: one that dies; test_errors_...
 #                    test_sequence_groups: resumed, refused       test_learners: the same with ranks of their own
+#                    test_reward_model, all                       tests/unit/rollout/rewards: a model of this process
+#                    test_turns_on_ray                            test_offload; tests/unit/cluster/test_engine_turns
 #                    test_vllm_images                             test_images_on_ray; test_vision_layouts
 #                    test_vllm_sampler: top_k, min_p              top_p and none: the same sampler
 #                    test_vllm_engine: rounded matrices           tests/unit/model: what rounding makes of a matrix
@@ -29,21 +30,32 @@
 #                    test_learners: a rank that is stopped        one that is killed; test_restarts: both
 #   tests/trainers   test_declared_metrics on Ray                 in this process
 #                    test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
-#                    test_checkpoint_url: each operation          each fourth and ninth; each where two are kept
+#                    test_checkpoint_url: each operation          each fourth and ninth
+#                    test_vision_weights, test_sft_sizing: kills  test_sft_loop, test_ppo_resume, test_kill_and_resume
+#                    test_capsule_runs: SFT; out of range         a step, a loss that is no number; tests/unit
+#                    test_presets: PPO learns                     three steps of each preset
 #                    test_deleted_files: any moment of a run      while a checkpoint is written; test_saving
 #                    test_s3: s3fs and moto, which no extra has   test_checkpoint_url: a store with the same faults
 #                    test_in_flight_runs: recompute               keep: the same run
 #                    test_recipes: smollm2_steps                  smollm2: the same model
-#   tests/equivalence test_layout_law: 40 draws of each pair      10 draws of each; 25 of all by default
+#   tests/equivalence test_layout_law: draws of each pair         each loss, and each reduction, by default
 #                    test_out_of_memory on ranks                  test_expert_parallel: memory that runs out on a rank
 #                    test_preset_layouts                          test_layout_law
-#                    test_meshes, test_sequence_parallel: some    other grids of the same axes
-#   tests/reliability test_suite: kills_sft                       kills_rl, crash_states; tests/trainers kill SFT, too
+#                    test_meshes, test_sequence_parallel: some    other grids of the same axes; test_mesh_axes
+#                    test_expert_parallel: four ranks, resumes    two ranks; test_resumed_meshes
+#                    test_vision_on_ranks, test_budgets: ddp      fsdp2
+#   tests/reliability test_suite: kills_rl, kills_sft             test_kill_and_resume, crash_states; tests/trainers
+#                    examples: lake, curriculum, graph, judge...  guess_number, reward_function, SQL, the SDK's agent
+#                    test_signals: SIGUSR1 of RL                  of SFT; SIGHUP of RL
 #                    test_planted_secrets: 200 of them            tests/unit/telemetry: each kind of them
 #                    test_signals on Ray                          in this process; test_restarts
 #   tests/unit       test_trackers: two of four dead servers      the other two
+#                    test_in_flight_updates: 1,000 requests       its other tests; tests/cluster/test_vllm_in_flight
+#                    test_summarize_run, test_minimal_grpo: runs  the quickstart's run; what the script's parts compute
+#                    test_endpoints: mypy on a program            check.sh: mypy on the package
+#                    test_bare_machine: the plan                  training and supervised training
 #                    test_selftest: all cases                     each case is of code that has tests of its own
-#                    test_auto_placement: the plan of 1 GPU       2 GPUs; each size on each machine
+#                    test_auto_placement: plans                   each size on each machine
 # `git grep mark.nightly tests` has the others, each beside the variant that CI runs.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)

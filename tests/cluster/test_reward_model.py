@@ -27,7 +27,7 @@ from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer
 from skyrl_train.rollout.rewards.model import RewardModel
 from tests.support.reward_model_cases import CONVERSATIONS, save_reward_model
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 START_TIMEOUT_S = 600.0
 
@@ -45,7 +45,6 @@ def kill_and_wait(actor: Any) -> None:
             ray.get(actor.score.remote([]), timeout=60.0)
 
 
-@pytest.mark.nightly
 def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path: Path) -> None:
     settings = settings_of(save_reward_model(tmp_path))
     expected = SequenceScorer(settings).score_now(CONVERSATIONS)

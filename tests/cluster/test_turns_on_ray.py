@@ -18,7 +18,7 @@ from tests.support.learner_cases import make_batch, settings_of
 from tests.support.ray_learners import LENGTHS, SLOT, make_config, mini_batch, relative_difference, weights_of
 from tests.support.shared_engines import engines
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ def run_rank(rank: int, folder: Path, names: tuple[str, ...]) -> dict[str, Found
     ("num_ranks", "names"),
     [
         pytest.param(2, ("ddp 2", "fsdp2 2"), marks=SLOW),
-        pytest.param(4, ("fsdp2 2", "fsdp2 2 2 offload"), marks=SLOW),
+        pytest.param(4, ("fsdp2 2", "fsdp2 2 2 offload"), marks=NIGHTLY),
         pytest.param(4, ("ddp 2", "ddp 4", "fsdp2 4", "fsdp2 2 2", "fsdp2 2 0 offload"), marks=NIGHTLY),
     ],
 )
@@ -181,7 +181,7 @@ def _distance_of_scores(weights: dict[str, Tensor], batch: TrainingInputBatch, s
 @pytest.mark.parametrize(
     "spread",
     [
-        pytest.param(("fsdp2", "ddp 2", "fsdp2 2 2"), marks=SLOW),
+        pytest.param(("fsdp2", "ddp 2", "fsdp2 2 2"), marks=NIGHTLY),
         pytest.param(("fsdp2", "ddp 2", "ddp 4", "fsdp2 2", "fsdp2 4", "fsdp2 2 2"), marks=NIGHTLY),
     ],
     ids=["some", "all"],

@@ -70,6 +70,7 @@ def test_every_loss_has_one_gradient_on_policy(model, loss):
         assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout, regime), expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @EVERY_REDUCTION
 @EVERY_LOSS

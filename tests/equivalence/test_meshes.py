@@ -35,7 +35,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=2, sequence_parallel_size=2, layers_ahead=1),
             CASES[::6],
-            marks=SLOW,
+            marks=NIGHTLY,
         ),
         pytest.param(Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), WHOLE[::3], marks=SLOW),
         pytest.param(
@@ -73,6 +73,7 @@ OF_FLOAT32 = ("gemma3_text",)
 """Whose norms of heads are computed in float32, whatever the model's type: a last bit before is one of float32 behind."""
 
 
+@pytest.mark.nightly
 @SLOW
 def test_other_families_with_a_plan_are_exact(tmp_path: Path) -> None:
     """Windows, capped scores and logits, embeddings with a factor."""

@@ -70,7 +70,13 @@ def run_rank(rank: int, folder: Path, name: str, family: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [("ddp", "qwen"), ("fsdp2", "qwen"), ("together", "qwen"), ("fsdp2", "gemma")]
+    ("name", "family"),
+    [
+        pytest.param("ddp", "qwen", marks=pytest.mark.nightly),
+        ("fsdp2", "qwen"),
+        pytest.param("together", "qwen", marks=pytest.mark.nightly),
+        ("fsdp2", "gemma"),
+    ],
 )
 def test_two_ranks_have_the_gradient_of_one(
     tmp_path: Path, name: str, family: str, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,7 @@ def interpreter(name: str, variable: str, log: Path) -> str:
 @pytest.mark.parametrize(
     ("example", "name", "variable"),
     [
-        ("agent_graph", "graph", "SKYRL_TRAIN_LANGGRAPH_PYTHON"),
+        pytest.param("agent_graph", "graph", "SKYRL_TRAIN_LANGGRAPH_PYTHON", marks=pytest.mark.nightly),
         pytest.param("agent_mini_swe", "mini_swe", "SKYRL_TRAIN_MINI_SWE_PYTHON", marks=pytest.mark.nightly),
     ],
 )

@@ -39,7 +39,7 @@ def records_of(folder: Path, *arguments: str, run: str = "run") -> list[dict[str
     ("program", "component"),
     [
         ("reward_function.py", "reward/score/mean"),
-        ("curriculum/train.py", "curriculum/tried"),
+        pytest.param("curriculum/train.py", "curriculum/tried", marks=pytest.mark.nightly),
         ("guess_number.py", "reward/mean"),
     ],
 )
@@ -50,6 +50,7 @@ def test_an_example_trains_two_steps(tmp_path: Path, program: str, component: st
     assert all(record["failures/count"] == 0 for record in steps)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")
 def test_the_lake_is_walked_on_for_two_steps(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def comparable(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in each.items() if not k.startswith("timing/")} for each in records(folder)]
 
 
+@pytest.mark.nightly
 def test_the_example_trains_on_the_grades_of_the_sampled_texts_and_replays_without_a_judge(
     judge: StubJudge, tmp_path: Path
 ) -> None:

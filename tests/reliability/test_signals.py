@@ -84,7 +84,7 @@ def test_a_command_that_is_interrupted_while_it_starts_says_so_in_a_line() -> No
     ("module", "overrides", "signum", "steps"),
     [
         ("skyrl_train.main", RL, signal.SIGHUP, "trainer.total_steps"),
-        ("skyrl_train.main", RL, signal.SIGUSR1, "trainer.total_steps"),
+        pytest.param("skyrl_train.main", RL, signal.SIGUSR1, "trainer.total_steps", marks=pytest.mark.nightly),
         ("skyrl_train.main_sft", SFT, signal.SIGUSR1, "trainer.num_steps"),
         pytest.param("skyrl_train.main", (*RL, *RAY), signal.SIGHUP, "trainer.total_steps", marks=pytest.mark.nightly),
     ],

@@ -64,6 +64,7 @@ def test_the_sandbox_runs_programs_within_limits() -> None:
     assert use(toolbox, "python", code="while True: pass")[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_calculator_example_trains(tmp_path: Path) -> None:
     run("examples/tools.py", "--warm-up-steps", "2", "--steps", "2", output=tmp_path)

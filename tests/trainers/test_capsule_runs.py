@@ -144,6 +144,7 @@ def test_a_loss_that_is_no_number_is_traced_by_halving_to_the_first_such_token(t
     assert "here: policy, optimizer step 0: loss nan" in said
 
 
+@pytest.mark.nightly
 def test_a_gradient_out_of_range_is_traced_to_its_trajectory_and_token(tmp_path: Path) -> None:
     run = tmp_path / "run"
     loss = "trainer.algorithm.policy_loss=tests.support.capsule_parts:spike_at_rare_tokens"
@@ -166,7 +167,8 @@ def test_a_gradient_out_of_range_is_traced_to_its_trajectory_and_token(tmp_path:
 SUPERVISED = ("data.validation=[]", "trainer.export=none", "trainer.ckpt_interval=0", "trainer.batch_size=32")
 
 
-@pytest.mark.parametrize("layout", [pytest.param("padded", marks=pytest.mark.nightly), "packed"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_supervised_step_comes_out_again_bit_by_bit_and_a_bad_token_of_it_is_found(
     tmp_path: Path, layout: str
 ) -> None:

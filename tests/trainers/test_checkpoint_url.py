@@ -94,7 +94,7 @@ def states_of_a_run(bucket: Bucket, folder: Path, **trainer: Any) -> list[tuple[
 
 
 @pytest.mark.parametrize(
-    ("keep", "stride"), [(1, 4), pytest.param(1, 1, marks=NIGHTLY), pytest.param(2, 1, marks=SLOW)]
+    ("keep", "stride"), [(1, 4), pytest.param(1, 1, marks=NIGHTLY), pytest.param(2, 1, marks=NIGHTLY)]
 )
 def test_cut_after_any_operation_a_lost_run_goes_on_from_what_is_there(
     tmp_path: Path, bucket: Bucket, alone: Path, keep: int, stride: int

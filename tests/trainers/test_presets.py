@@ -95,6 +95,7 @@ def test_three_steps_of_a_preset(preset: str, step_wise: bool, tmp_path: Path) -
     assert sum(record["policy/grad_norm"] for record in records) > 0
 
 
+@pytest.mark.nightly
 def test_with_ppo_value_loss_falls_and_explained_variance_and_reward_rise(tmp_path: Path) -> None:
     sizes = ["train_batch_size=16", "policy_mini_batch_size=8", "critic_mini_batch_size=8", "total_steps=12"]
     records = run_steps(

@@ -14,6 +14,7 @@ from tests.support.sft_commands import make_config
 from tests.support.sft_runs import killed_at
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_its_budget_to_the_same_weights(tmp_path: Path) -> None:
     settings = {"micro_batching": "auto", "memory_budget_gb": 0.3, "num_steps": 3, "ckpt_interval": 1}

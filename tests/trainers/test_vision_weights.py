@@ -77,6 +77,7 @@ def test_an_export_loads_again_with_its_tower(tmp_path: Path, kind: str) -> None
         train(rl_config(tmp_path / "again", settings | {"model.path": str(export), "trainer.export_hf": False}))
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     settings = rl_settings(save_model(tmp_path / "model"), write_rows(tmp_path / "rows")[0])
     settings |= {

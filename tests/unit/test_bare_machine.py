@@ -40,7 +40,7 @@ TINY_RL = (
     [
         ("main", TINY_RL),
         ("main_sft", ("sft_platform=cpu", "trainer.num_steps=1")),
-        ("plan", ("+experiment=gsm8k_multiturn", "platform=cpu")),
+        pytest.param("plan", ("+experiment=gsm8k_multiturn", "platform=cpu"), marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_else_is_needed(tmp_path: Path, module: str, arguments: tuple[str, ...]) -> None:

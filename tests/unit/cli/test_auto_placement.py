@@ -167,9 +167,7 @@ def test_a_stated_placement_that_this_machine_has_no_gpus_for_is_refused() -> No
     assert "platform=cpu" in violation.remedy
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(count, marks=pytest.mark.slow if count == 2 else pytest.mark.nightly) for count in COUNTS]
-)
+@pytest.mark.parametrize("count", [pytest.param(count, marks=pytest.mark.nightly) for count in COUNTS])
 def test_the_plan_shows_placement_engines_and_gpus_needed_and_found(
     count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def wrong(engines: Endpoint[Engine]) -> None:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_type_checker_sees_methods_arguments_and_results(tmp_path: Path) -> None:
     file = tmp_path / "snippet.py"

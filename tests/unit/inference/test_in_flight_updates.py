@@ -268,8 +268,9 @@ def test_an_update_in_flight_waits_for_no_more_than_a_token(cache: Cache) -> Non
         assert largest_difference(answer.logprobs, expected) < TOLERANCE
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", [pytest.param("recompute", marks=pytest.mark.nightly), "keep"])
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
 def test_a_thousand_requests_during_updates(cache: Cache) -> None:
     """Two turns of 500 conversations, while weights change as fast as they can be brought."""
     models = [model_of(seed) for seed in range(NUM_MODELS)]

@@ -40,6 +40,7 @@ def test_advantages_compare_the_samples_of_a_prompt(minimal: Any) -> None:
     torch.testing.assert_close(minimal.advantages_of(samples), torch.tensor(expected))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_learns(minimal: Any) -> None:
     curve = minimal.train(minimal.parse(["--steps", "8"]))

@@ -86,6 +86,7 @@ def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "holds no training step" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_gpu_script_works_without_a_gpu_on_the_tiny_model(tmp_path: Path) -> None:
     sizes = [f"trainer.{name}=8" for name in ("train_batch_size", "policy_mini_batch_size", "critic_mini_batch_size")]
