@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from skyrl_train.config.bundles import Layout, count_engines, shares_devices
+from skyrl_train.config.bundles import Layout, Role, count_engines, shares_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
 from skyrl_train.memory.predict import PredictedPasses
@@ -61,7 +61,7 @@ def host_lines(memory: HostMemory) -> Iterator[str]:
     yield f"{byte_size(memory.num_bytes):>9}  in all ({there})"
 
 
-def plan_host_memory(config: Config, models: Mapping[str, PredictedPasses], layout: Layout) -> HostMemory:
+def plan_host_memory(config: Config, models: Mapping[Role, PredictedPasses], layout: Layout) -> HostMemory:
     """Reckon the node that keeps most, against `placement.host_memory_gb`. `models`: what predicts their passes, by role."""
     found = [dict(_owners(config, models, seats)) for seats in _seats_by_node(layout, config).values()]
     owners = max(found, key=lambda one: sum(one.values()), default={})
@@ -82,7 +82,7 @@ def _seats_by_node(layout: Layout, config: Config) -> dict[int, Counter[str]]:
 
 
 def _owners(
-    config: Config, models: Mapping[str, PredictedPasses], seats: Mapping[str, int]
+    config: Config, models: Mapping[Role, PredictedPasses], seats: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
     shared = shares_devices(config.placement, config.generator, config.platform)
     for role, model in models.items():
