@@ -112,12 +112,11 @@ def test_a_session_of_this_machine_has_a_token_of_its_own_without_which_nobody_j
 
 
 def test_a_session_remembers_no_calls(session: RaySession) -> None:
-    @ray.remote(num_cpus=0)
     class Echo:
         def say(self, number: int) -> int:
             return number
 
-    echo = Echo.remote()
+    echo = ray.remote(num_cpus=0)(Echo).remote()
     ray.get(echo.say.remote(0))
     before = _megabytes_of_gcs(session)
     for _ in range(25):
