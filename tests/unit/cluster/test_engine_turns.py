@@ -112,13 +112,14 @@ def test_who_shares_nothing_never_moves(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_started_again_where_no_model_is_and_none_comes_meanwhile(shared: Shared) -> None:
-    turns, given_up = shared.turns, threading.Event()
+    turns, given_up, begun = shared.turns, threading.Event(), threading.Event()
     order: list[str] = []
 
     def start_engine() -> None:
         try:
             with turns.starting_engine(given_up.is_set):
                 order.append("starts")
+                begun.set()
                 time.sleep(0.3)
                 order.append("started")
         except EngineError as error:
@@ -130,8 +131,7 @@ def test_an_engine_is_started_again_where_no_model_is_and_none_comes_meanwhile(s
     time.sleep(0.2)
     assert order == [], "the policy is on the device"
     turns.engines()
-    time.sleep(0.1)
-    assert order == ["starts"]
+    assert begun.wait(60)
     shared.told()
     turns.models("policy")
     assert order == ["starts", "started"]
