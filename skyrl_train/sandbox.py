@@ -35,6 +35,7 @@ from skyrl_train.sandbox_kernel import call_filter
 Level = Literal["required", "best", "off"]
 START_WITHIN_S = 30.0
 """For a sandbox to start, which takes some 30 ms."""
+_MAX_REASON_BYTES = 500
 _END_WITHIN_S = 10.0
 """For a process that was killed: one that the kernel keeps is left to it."""
 MAX_OUTPUT_BYTES = 4 << 20
@@ -306,7 +307,11 @@ def run(role: str, settings: Mapping[str, Any], *, level: Level, limits: Limits,
         assert process.stdout is not None
         assert process.stderr is not None
         if not readable([ready], START_WITHIN_S) or os.read(ready, 5) != b"ready":
-            raise OSError(f"a sandbox did not start, or not within {START_WITHIN_S:g} s")
+            stderr = process.stderr.fileno()
+            said = (
+                os.read(stderr, _MAX_REASON_BYTES).decode(errors="replace").strip() if readable([stderr], 0.0) else ""
+            )
+            raise OSError(f"a sandbox did not start, or not within {START_WITHIN_S:g} s" + (said and f": {said}"))
         printed = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
         left, ends = list(printed), time.monotonic() + limits.timeout_s
         while left:

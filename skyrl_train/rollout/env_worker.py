@@ -23,6 +23,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import io
 import os
 import resource
 import select
@@ -340,6 +341,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     end_with_parent(signal.SIGTERM)
     adopt_orphans()
+    for stream in (sys.stdout, sys.stderr):  # whatever ends a worker, its log has the lines until then
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     stacks.answer("supervisor of environments")
     frames = Frames()
     settings = next(message for data in iter(lambda: control.recv(_CHUNK), b"") for message in frames.feed(data))

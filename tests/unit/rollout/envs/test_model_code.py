@@ -18,6 +18,12 @@ ROW = {"reward_spec": {"ground_truth": "4"}, "max_turns": 3}
 SQL_ROW = {"db_id": "pets", "data": "spider", "max_turns": 9, "reward_spec": {"ground_truth": "select name from pets"}}
 
 
+def let_all_read(folder: Path) -> None:
+    """A sandbox that root starts has another user, where that user can read the interpreter."""
+    for each in (folder, *folder.parents[:2]):
+        each.chmod(0o755)
+
+
 @pytest.fixture(autouse=True)
 def need_namespaces() -> None:
     if (why := sandbox.violations("required", "a test")) and not os.environ.get("CI"):
@@ -58,7 +64,7 @@ def test_queries_of_text2sql_are_answered_and_write_nothing(tmp_path: Path) -> N
         connection.execute("create table pets (name text, picture blob)")
         connection.execute("insert into pets values ('Rex', x'00ff')")
     connection.close()
-    os.chmod(tmp_path, 0o755)
+    let_all_read(tmp_path)
     before = (folder / "pets.sqlite").read_bytes()
     environment = make_environment({"_target_": "text2sql", "db_path": str(tmp_path)}, SQL_ROW)
     assert "Rex" in observed(environment, "<sql>select * from pets</sql>")
@@ -77,6 +83,7 @@ def test_a_query_whose_sandbox_does_not_start_is_a_failure_and_no_wrong_answer(
     folder = tmp_path / "spider" / "database" / "pets"
     folder.mkdir(parents=True)
     (folder / "pets.sqlite").touch()
+    let_all_read(tmp_path)
     environment = make_environment({"_target_": "text2sql", "db_path": str(tmp_path)}, SQL_ROW)
 
     def refused(*_: object, **__: object) -> sandbox.Ran:
