@@ -277,6 +277,8 @@ class _Choice:
             return None
         plan = replace(placed.plan, device_memory_gb=self.memory_bytes / 1e9)
         traced = replace(placed.trainer, memory_probe="trace")  # compiling for each candidate would take minutes
+        host_gb = placed.placement.host_memory_gb or self.devices.host_memory_gb
+        placed = replace(placed, placement=replace(placed.placement, host_memory_gb=host_gb))
         try:
             memory = plan_memory(replace(placed, plan=plan, trainer=traced), one_row=True)
         except ModelError:  # nothing is known of a model whose step cannot be traced

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from skyrl_train.config.bundles import Layout, Role, count_engines, shares_devices
+from skyrl_train.config.bundles import Layout, Role, shares_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
 from skyrl_train.memory.predict import PredictedPasses
@@ -63,21 +63,18 @@ def host_lines(memory: HostMemory) -> Iterator[str]:
 
 def plan_host_memory(config: Config, models: Mapping[Role, PredictedPasses], layout: Layout) -> HostMemory:
     """Reckon the node that keeps most, against `placement.host_memory_gb`. `models`: what predicts their passes, by role."""
-    found = [dict(_owners(config, models, seats)) for seats in _seats_by_node(layout, config).values()]
+    found = [dict(_owners(config, models, seats)) for seats in _seats_by_node(layout).values()]
     owners = max(found, key=lambda one: sum(one.values()), default={})
     return HostMemory(owners=owners, node_bytes=int(config.placement.host_memory_gb * 1e9))
 
 
-def _seats_by_node(layout: Layout, config: Config) -> dict[int, Counter[str]]:
+def _seats_by_node(layout: Layout) -> dict[int, Counter[str]]:
     """By node, how many seats each role has on it."""
     nodes: dict[int, Counter[str]] = {}
     for role, (group, places) in layout.seats.items():
         for place in places:
             node = layout.groups[group][place].node
             nodes.setdefault(place // _GPUS_PER_NODE if node is None else node, Counter())[role] += 1
-    if not nodes:
-        ranks = {"policy": 1, "critic": 1, "reference": 1, "engine": count_engines(config.generator, config.placement)}
-        nodes[0] = Counter(ranks)
     return nodes
 
 

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.learners import layout_of
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.platform import host_bytes, local_devices
 from skyrl_train.config.schema import Config
+from skyrl_train.errors import ConfigError
 from skyrl_train.memory.model_sizes import model_sizes
 from skyrl_train.memory.predict import Effort
 from skyrl_train.plan.host_memory import HostMemory, host_lines, plan_host_memory
 from skyrl_train.plan.memory import models_of
+from tests.support.auto_placement_cases import gpu_config, gpus, sized_model
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -106,3 +109,11 @@ def test_the_pods_of_kuberay_hold_what_their_job_keeps() -> None:
         found = host_of(config_of(model, nodes=2, host_memory_gb=limit / 1e9))
         assert found.owners
         assert found.violations() == (), model
+
+
+def test_a_placement_is_chosen_for_the_memory_of_this_machines_node(tmp_path: Path) -> None:
+    config = gpu_config("placement=auto", f"model.path={sized_model(tmp_path / '7B', '7B')}")
+    found = gpus(8)
+    assert place(config, replace(found, host_memory_gb=1000.0)).placement.policy_num_workers == 8
+    with pytest.raises(ConfigError, match="a node must hold what the run keeps in its memory"):
+        place(config, replace(found, host_memory_gb=100.0))
