@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
 COLLECTS_AFTER = (50_000, 20, 100)
-"""Thresholds of the garbage collector in an engine's process. What a step makes for each request lies in no ring; by Python's
-own thresholds looking for rings takes half of what is done beside vLLM's core (`bench/engine_front.py`)."""
+"""Thresholds of the garbage collector in an engine's process. What a step makes for each request lies in no ring; by
+Python's own thresholds looking for rings takes half of what is done beside vLLM's core (`bench/engine_front.py`)."""
 
 
 @dataclass
