@@ -5,19 +5,11 @@ shard-00003.safetensors   of rank 3: its part of each tensor. The file's header,
 
 No rank waits for another: there is no index to be gathered, and one that cannot write leaves the others be. A reader looks
 through the headers and copies what overlaps with its own part, however the writers had cut the tensors.
-
-Earlier versions wrote `torch.distributed.checkpoint`'s files, `.metadata` and `__RANK_0.distcp`. They are still read:
-`.metadata`, a pickle, by an unpickler that makes records and nothing else, so that it cannot run code; the tensors, each in
-a zip archive of torch's, as the bytes that they are.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import pickle
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -56,8 +48,6 @@ class StoredShards:
         self._parts: dict[str, list[_Part]] = {}
         self.facts: dict[str, TensorFact] = {}
         """By name."""
-        if (folder / _TORCH_METADATA).is_file():
-            self._add_torch_files(folder)
         for path in sorted(folder.glob(_SHARDS)):
             self._add_file(path)
 
@@ -101,29 +91,15 @@ class StoredShards:
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
 
-    def _add_torch_files(self, folder: Path) -> None:
-        try:
-            content = _RecordUnpickler(io.BytesIO((folder / _TORCH_METADATA).read_bytes())).load()
-            stored = {(index.fqn, tuple(index.offset)): info for index, info in content.storage_data.items()}
-            entries = dict(content.state_dict_metadata.items())
-            for name, entry in entries.items():
-                dtype, whole = entry.properties.state[0], _sizes(entry.size)
-                if not isinstance(dtype, torch.dtype):
-                    raise ValueError(f"{name} has no type")
-                for chunk in entry.chunks:
-                    offset, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
-                    info = stored[name, offset]
-                    read = _torch_reader(
-                        folder, str(info.relative_path), int(info.offset), int(info.length), dtype, shape
-                    )
-                    self._add(name, dtype, whole, _Part(offset=offset, shape=shape, read=read))
-        except (pickle.UnpicklingError, AttributeError, EOFError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{_TORCH_METADATA}: {type(error).__name__}: {error}") from error
-
 
 def is_sharded(folder: Path) -> bool:
-    """Whether ranks wrote their shards here."""
-    return (folder / _TORCH_METADATA).is_file() or any(folder.glob(_SHARDS))
+    """Whether ranks wrote their shards here. Raises ValueError for shards of a kind that is not read any more."""
+    if (folder / _TORCH_METADATA).is_file():
+        raise ValueError(
+            f"its shards are torch.distributed.checkpoint's ({_TORCH_METADATA}), which is read no more; go on with the "
+            "version of skyrl_train that wrote them, or begin with model.path=EXPORT of that run"
+        )
+    return any(folder.glob(_SHARDS))
 
 
 def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], dict[str, str]]:
@@ -163,75 +139,3 @@ def _sizes(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(type(size) is int and size >= 0 for size in value):
         raise ValueError(f"a shape or an offset is {shown(value)}")
     return tuple(value)
-
-
-class _Record:
-    """Stands for any object of torch's: keeps its state, and does nothing."""
-
-    def __init__(self, *state: object) -> None:
-        self.state: Any = state
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a record lacks {name}")
-
-    def __setstate__(self, state: object) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-
-_TORCH_RECORDS = frozenset(
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-) | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
-    ("builtins", "getattr"),  # how Python 3.11.2 names a member of an enumeration; as a record it gets nothing
-}
-
-
-class _RecordUnpickler(pickle.Unpickler):
-    """Makes `_Record`, tuples and the names of number types, whatever the file asks for: nothing of it can run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Raises UnpicklingError for every other name."""
-        if (module, name) in _TORCH_RECORDS:
-            return _Record
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-
-def _torch_reader(
-    folder: Path, name: str, start: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Callable[[], Tensor]:
-    """Reads one tensor of a `.distcp` file, which is a row of archives as `torch.save` writes them."""
-    if Path(name).name != name:
-        raise ValueError(f"{_TORCH_METADATA} names {shown(name)}, which lies elsewhere")
-
-    def read() -> Tensor:
-        with (folder / name).open("rb") as file:
-            file.seek(start)
-            data = file.read(length)
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                (entry,) = [each for each in archive.namelist() if each.endswith("/data/0")]
-                content = bytearray(archive.read(entry))
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-            raise ValueError(f"{name}: {error}") from error
-        if len(content) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} has {len(content)} bytes for a tensor of shape {shape}")
-        return torch.frombuffer(content, dtype=dtype).reshape(shape)
-
-    return read

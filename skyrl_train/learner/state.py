@@ -89,13 +89,12 @@ def state_files(
 def read(
     folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer: bool, optimizer_name: str = ""
 ) -> StoredState:
-    """Reads the `state_files` that were written of a model with these tensors, laid out as they are. A checkpoint of before
-    optimizers were named is taken to be of the same one.
+    """Reads the `state_files` that were written of a model with these tensors, laid out as they are.
 
     Raises CheckpointError for missing or unreadable files, another role, or names, shapes or types that differ.
     """
     facts = _read_facts(folder, role=role)
-    with_optimizer = with_optimizer and facts.optimizer in (None, optimizer_name)
+    with_optimizer = with_optimizer and facts.optimizer == optimizer_name
     with _reading(folder, f"the {role} model"):
         if is_sharded(folder):
             tensors, moments = _read_sharded(folder, model, with_optimizer)
@@ -143,12 +142,10 @@ def read_tensors(folder: Path, what: Literal["model", "optimizer"]) -> dict[str,
 class _Facts:
     """What `state.json` says."""
 
-    optimizer: str | None
-    """None in a checkpoint of before optimizers were named."""
+    optimizer: str
     num_optimizer_steps: int
     num_documents: int
-    num_optimizer_tensors: int | None
-    """None in a checkpoint of before they were counted."""
+    num_optimizer_tensors: int
     budgets: tuple[int, ...]
 
 
@@ -170,8 +167,8 @@ def _read_facts(folder: Path, *, role: str) -> _Facts:
             raise ValueError(
                 f"holds format {shown(content['format'])}, role {shown(content['role'])}; expected {FORMAT}, {role!r}"
             )
-        optimizer = content.get("optimizer")
-        if not isinstance(optimizer, (str, type(None))):
+        optimizer = content["optimizer"]
+        if not isinstance(optimizer, str):
             raise ValueError(f"optimizer must be a name; got {shown(optimizer)}")
         dtypes = content.get("dtypes", [])
         if not isinstance(dtypes, list) or not all(isinstance(each, str) for each in dtypes):
@@ -184,9 +181,7 @@ def _read_facts(folder: Path, *, role: str) -> _Facts:
             optimizer=optimizer,
             num_optimizer_steps=whole_number(content, "num_optimizer_steps"),
             num_documents=whole_number(content, "num_documents"),
-            num_optimizer_tensors=whole_number(content, "num_optimizer_tensors")
-            if "num_optimizer_tensors" in content
-            else None,
+            num_optimizer_tensors=whole_number(content, "num_optimizer_tensors"),
             budgets=tuple(whole_number(numbered, name) for name in numbered),
         )
 
@@ -205,13 +200,13 @@ def _require_finite(folder: Path, tensors: Mapping[str, Tensor], what: str = "")
 
 def _check_moments(folder: Path, moments: Mapping[str, Tensor], facts: _Facts) -> None:
     """Raises CheckpointError where some are missing, not finite, or of a number of steps that was never made."""
-    if facts.num_optimizer_tensors not in (None, len(moments)):
+    if facts.num_optimizer_tensors != len(moments):
         raise CheckpointError(
             f"{folder}: the optimizer's state has {len(moments)} tensors; {STATE_FILE} states "
             f"{facts.num_optimizer_tensors}"
         )
     _require_finite(folder, moments, "the optimizer's ")
-    for key, value in moments.items() if facts.optimizer in (None, "adamw") else ():
+    for key, value in moments.items() if facts.optimizer == "adamw" else ():
         if key.startswith("step.") and value.numel() == 1:
             count = float(local_part(value)[0])
             if not 0 <= count <= facts.num_optimizer_steps or count % 1:

@@ -34,15 +34,6 @@ _ANY_TEXT = r'(?:[^"\\]|\\.)*'
 ABSENT = object()
 """Stands for the value of an entry that a mapping of the user's does not have."""
 
-_RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
-    "generator.vllm.weight_transport": ("generator.weight_transport", {}),
-    "environment.max_workers": ("environment.num_workers", {}),
-    "trainer.algorithm.use_rollout_logprobs": (
-        "trainer.algorithm.proximal",
-        {False: "recompute", True: "behaviour"},
-    ),
-}
-"""Settings that older checkpoints know under another name: today's name, and today's values where they differ."""
 START_ANEW = "start over with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
 
 
@@ -213,16 +204,10 @@ def _schedule_ends(flat: Flat) -> bool:
 
 
 def _complete(recorded: Flat, root: type) -> dict[str, Any]:
-    """With today's names, and today's default for every field of which the checkpoint has nothing."""
-    recorded = dict(_renamed(name, value) for name, value in recorded.items())
+    """With today's default for every field of which the checkpoint has nothing."""
     stated = {_path_of(name, root) for name in recorded}
     defaults = {name: value for name, value in _defaults(root).items() if _path_of(name, root) not in stated}
     return {**defaults, **recorded}
-
-
-def _renamed(name: str, value: Any) -> tuple[str, Any]:
-    today, values = _RENAMED.get(name, (name, {}))
-    return today, values.get(value, value) if values else value
 
 
 @cache

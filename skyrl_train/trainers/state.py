@@ -145,10 +145,6 @@ class TrainerState(LoopState):
             content = _entries(read_json(path), STATE_FILE)
             if type(content.get("format")) is not int or content.pop("format") != FORMAT:
                 raise ValueError(f"not of format {FORMAT}")
-            # Checkpoints of before there was a controller have none: its weight was fixed then, and still is.
-            content.setdefault("entropy_controller", EntropyControllerState().to_json())
-            content.setdefault("solve_rates", {})
-            content.setdefault("settled", None)
             missing = {each.name for each in dataclasses.fields(TrainerState)} ^ content.keys()
             if missing:
                 raise ValueError(f"{sorted(missing)[0]} is missing, or unknown here")

@@ -1,5 +1,5 @@
-"""Rollouts that are not in Parquet of this trainer, as rows of its columns: JSON lines of older versions, answers of a
-supervised run, and completions that TRL and verl dump. What a file does not say stays null: these have no token ids."""
+"""Rollouts that are not in Parquet of this trainer, as rows of its columns: answers of a supervised run, and completions
+that TRL and verl dump. What a file does not say stays null: these have no token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from skyrl_train.telemetry.files import parse_json
 from skyrl_train.view.sources import RolloutFile
 
 Row = dict[str, Any]
-_AS_JSON = ("rewards", "metrics", "extras", "prompt", "tools", "first_messages")
 
 
 def rows_of(file: RolloutFile) -> Iterator[Row]:
@@ -25,7 +24,7 @@ def rows_of(file: RolloutFile) -> Iterator[Row]:
     Raises OSError, and ValueError for what is not readable; what came before it has been yielded.
     """
     readers: Mapping[str, Callable[[RolloutFile], Iterator[Row]]] = {
-        "jsonl": _own_rows,
+        "jsonl": _refused_rows,
         "samples": _sample_rows,
         "trl": _trl_rows,
         "verl": _verl_rows,
@@ -46,55 +45,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-# Older rollouts of this trainer
-
-
-def _own_rows(file: RolloutFile) -> Iterator[Row]:
-    for record in _lines(file.path):
-        turns = record.get("turns") or []
-        failure = record.get("failure") or {}
-        total = None if failure else record.get("reward", sum(turn.get("reward", 0.0) for turn in turns))
-        head = {
-            **{name: record.get(name) for name in ("uid", "sample", "env_class", "dataset", "error", "greedy_reward")},
-            "global_step": record.get("global_step", file.step),
-            "purpose": file.purpose,
-            "num_turns": len(turns),
-            "outcome": record.get("outcome"),
-            "failure_kind": failure.get("kind"),
-            "failure_message": failure.get("message"),
-            "failure_turn": failure.get("turn_index"),
-            "trajectory_reward": total,
-        }
-        first = {name: json.dumps(record[name], ensure_ascii=False) for name in _AS_JSON if record.get(name)}
-        contexts: list[list[int]] = []
-        rows = [head | _own_turn(index, turn, contexts) for index, turn in enumerate(turns)]
-        rows = rows or [head | {"reward": 0.0}]
-        rows[0] |= first
-        yield from rows
-
-
-def _own_turn(index: int, turn: Mapping[str, Any], contexts: list[list[int]]) -> Row:
-    """Return the columns of a turn; `contexts` holds, for turns that state their whole prompt, what came before."""
-    parent, added = turn.get("parent"), turn.get("added_token_ids")
-    if "prompt_token_ids" in turn:
-        prompt = list(turn["prompt_token_ids"])
-        lengths = [(len(each), place) for place, each in enumerate(contexts) if prompt[: len(each)] == each]
-        length, parent = max(lengths, default=(0, None))
-        added = prompt[length:]
-        contexts.append([*prompt, *(turn.get("response_token_ids") or [])])
-    versions = turn.get("weight_versions") or [[0, turn.get("weight_version", 0)]]
-    return {
-        "turn": index,
-        "parent": parent,
-        "reward": turn.get("reward"),
-        "text": turn.get("text"),
-        "stop_reason": turn.get("stop_reason"),
-        "observations": json.dumps(turn.get("observations") or [], ensure_ascii=False),
-        "versions": [{"start": start, "version": version} for start, version in versions],
-        "added_token_ids": added,
-        "response_token_ids": turn.get("response_token_ids"),
-        **{name: turn.get(name) or None for name in ("logprobs", "loss_mask", "advantages")},
-    }
+def _refused_rows(file: RolloutFile) -> Iterator[Row]:
+    raise ValueError(
+        f"rollouts in JSON lines are not shown; generator=replay generator.replay_path={file.path} makes a run with them, "
+        "whose rollouts are Parquet"
+    )
 
 
 def _sample_rows(file: RolloutFile) -> Iterator[Row]:

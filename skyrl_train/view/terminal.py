@@ -50,13 +50,13 @@ def show(folders: Sequence[Path], *, step: int | None = None, limit: int = 10, f
 
 def _chosen(run: Run, step: int | None) -> list[RolloutFile]:
     """Of each purpose the file of the step, or the last one."""
-    files = [each for each in run.rollout_files() if each.kind in ("parquet", "jsonl")]
+    files = [each for each in run.rollout_files() if each.kind == "parquet"]
     wanted = [each for each in files if step is None or each.step == step]
     return list({each.purpose: each for each in wanted}.values())
 
 
 def _pairs(file: RolloutFile) -> list[tuple[Prompt, Trajectory]]:
-    if file.purpose == "failed" and file.kind == "parquet":
+    if file.purpose == "failed":
         return read_failed_rollouts(file.path)
     batches = read_rollouts(file.path).values()
     return [

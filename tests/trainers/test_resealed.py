@@ -108,6 +108,11 @@ def drop_first(kind: str) -> Callable[[dict[str, torch.Tensor]], None]:
     return lambda content: content.__delitem__(sorted(key for key in content if key.startswith(kind))[0])
 
 
+def count_again(folder: Path) -> None:
+    """States as many tensors of the optimizer as there are."""
+    entry(LEARNER, "num_optimizer_tensors", len(load_file(folder / OPTIMIZER)))(folder)
+
+
 def both(*edits: Edit) -> Edit:
     return lambda folder: [edit(folder) for edit in edits] and None
 
@@ -165,8 +170,8 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         r"the optimizer's exp_avg_sq.* not finite",
     ),
     "moment missing": (tensors(OPTIMIZER, drop_first("exp_avg.")), r"tensors; state.json states"),
-    "moment missing, uncounted": (
-        both(tensors(OPTIMIZER, drop_first("exp_avg.")), without(LEARNER, "num_optimizer_tensors")),
+    "moment missing, counted again": (
+        both(tensors(OPTIMIZER, drop_first("exp_avg.")), count_again),
         r"the optimizer's state lacks exp_avg\.",
     ),
     "moment's step -3": (tensors(OPTIMIZER, set_first("step.", -3.0)), r"the optimizer's step\..* is -3"),

@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.algorithms.controllers import KLControllerState
 from skyrl_train.config.fields import SchemaField, fact, strip, walk
-from skyrl_train.config.rules import Range, Resume
+from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.config.sft import AnyConfig, SFTConfig
 from skyrl_train.errors import CheckpointError, ConfigError
@@ -261,27 +261,6 @@ def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:
     assert "resume_mode=fork" in violation.remedy
     assert "Set trainer.forgotten" not in violation.remedy, "nobody can: there is no such setting"
     assert "trainer.forgotten was 3 and is not set" in of_run.forked(config).notes
-
-
-def test_a_setting_is_known_by_its_older_name() -> None:
-    flat = flat_config(bases()[0])
-    older = {name: value for name, value in flat.items() if name != "generator.weight_transport"}
-    older["generator.vllm.weight_transport"] = "files"
-    (change,) = changes_since(older, flat, Config)
-    assert (change.setting, change.was, change.now) == ("generator.weight_transport", "files", "auto")
-    assert change.resume is Resume.FREE
-
-
-@pytest.mark.parametrize(("was", "proximal"), [(False, "recompute"), (True, "behaviour")])
-def test_a_setting_that_has_other_values_now_is_known_by_its_older_ones(was: bool, proximal: str) -> None:
-    flat = flat_config(bases()[0])
-    older = {name: value for name, value in flat.items() if name != "trainer.algorithm.proximal"}
-    older["trainer.algorithm.use_rollout_logprobs"] = was
-    assert not changes_since(older, {**flat, "trainer.algorithm.proximal": proximal}, Config)
-    other = {"recompute": "behaviour", "behaviour": "recompute"}[proximal]
-    (change,) = changes_since(older, {**flat, "trainer.algorithm.proximal": other}, Config)
-    assert (change.setting, change.was, change.now) == ("trainer.algorithm.proximal", proximal, other)
-    assert change.resume is Resume.FORKS
 
 
 def test_an_entry_of_a_mapping_that_was_not_there_is_to_be_dropped(saved: list[Saved]) -> None:

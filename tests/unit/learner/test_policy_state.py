@@ -93,19 +93,6 @@ def test_an_optimizer_of_another_name_begins_without_state(folder: Path, tmp_pat
     assert bool(stored) is (other == "adamw")
 
 
-def test_a_save_of_before_optimizers_were_named_is_of_the_same_one(folder: Path, tmp_path: Path) -> None:
-    learner = make_learner(folder)
-    learner.forward_backward(close(make_batch(LENGTHS)))
-    learner.optim_step()
-    learner.save(tmp_path)
-    content = json.loads((tmp_path / "state.json").read_text())
-    del content["optimizer"]
-    (tmp_path / "state.json").write_text(json.dumps(content))
-    loaded = make_learner(folder)
-    loaded.load(tmp_path)
-    assert same(snapshot(loaded), snapshot(learner))
-
-
 def test_a_save_holds_no_pickle_and_tied_weights_once(folder: Path, tmp_path: Path) -> None:
     learner = make_learner(folder)
     learner.forward_backward(close(make_batch(LENGTHS)))
