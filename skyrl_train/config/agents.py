@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.launchers import OF_SANDBOX, OF_TASK, Launcher, is_of_this_machine_alone, placeholder_violations
 from skyrl_train.config.parts import AGENT_LOOPS, LAUNCHERS
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import TARGET, PartSpec, import_attr, part_name, split_spec
@@ -23,6 +23,10 @@ RUN_SETTING = f"{AGENT_LOOPS.setting}.run"
 PROGRAMS = ("run", "command", "url")
 _EXAMPLE = f"write generator={AGENT} {RUN_SETTING}=my_code:play"
 UNSUPPORTED = ("ignore", "refuse")
+_LAUNCHER = "skyrl_train.rollout.agents.launchers:Launcher"
+OF_TASK = ("base_url", "session_url", "api_key", "model", "task_file", "report_file", "time_limit_s")
+"""Placeholders that are known once there is a task."""
+OF_SANDBOX = ("name", "folder")
 
 
 def _program(generator: GeneratorConfig) -> Iterator[Violation]:
@@ -61,13 +65,25 @@ def _program(generator: GeneratorConfig) -> Iterator[Violation]:
         yield Violation.of(f"{setting}.url", url, rule, "write url: http://127.0.0.1:9000/play")
 
 
-def launcher_of(spec: PartSpec | None) -> Launcher:
-    """Return what a command runs in: nothing but itself unless `spec` says so. Raises ConfigError."""
+def placeholder_violations(field: str, words: Sequence[str], known: Sequence[str]) -> Iterator[Violation]:
+    """What is wrong with the placeholders among the words of a command."""
+    for name in (name for word in words for name in re.findall(r"\{([a-z_]+)\}", word)):
+        if name not in known:
+            there_are = f"there are {', '.join(known)}" if known else "there are none"
+            rule = f"has a placeholder that there is not here; {there_are}"
+            remedy = "put it into enter: a sandbox is started before its task is known" if name in OF_TASK else ""
+            yield Violation.of(field, f"{{{name}}}", rule, remedy or "correct its name")
+
+
+def launcher_of(spec: PartSpec | None) -> Any:
+    """Return the `Launcher` of `rollout/agents/launchers.py` that a command runs in: nothing but itself unless `spec` says
+    so. Raises ConfigError."""
+    kind: Any = import_attr(_LAUNCHER, field=LAUNCHERS.setting)
     if spec is None:
-        return Launcher()
+        return kind()
     made: object = LAUNCHERS.resolve(with_target(spec))()
-    if not isinstance(made, Launcher):
-        rule, remedy = "must give a skyrl_train.config.launchers.Launcher", "have it return one"
+    if not isinstance(made, kind):
+        rule, remedy = f"must give a {_LAUNCHER.replace(':', '.')}", "have it return one"
         raise ConfigError([Violation.of(LAUNCHERS.setting, type(made).__name__, rule, remedy)])
     return made
 
@@ -98,16 +114,7 @@ def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
         yield from error.violations
         return
     host = str(arguments.get("host", "127.0.0.1"))
-    if not launcher.loopback and not launcher.host_inside and is_of_this_machine_alone(host):
-        rule = f"cannot be reached from this launcher's network, which has no loopback of this machine (host={host})"
-        remedy = (
-            "write network: host; or host: ADDRESS, which this machine has in that network (its gateway, as docker "
-        )
-        remedy += "network inspect tells it); or launcher.host_inside, where it has another one there"
-        yield Violation.of(f"{setting}.network", "not host", rule, remedy)
-    if launcher.most is not None and generator.backend == "hf":
-        rule = "cannot be with generator.backend=hf, which waits until every program of a batch asks or has ended"
-        yield Violation.of(f"{setting}.most", launcher.most, rule, "drop it and have smaller batches, or take vllm")
+    yield from launcher.violations(host=host, waits_for_all=generator.backend == "hf")
 
 
 def _reported(generator: GeneratorConfig, environment: EnvironmentConfig) -> Iterator[Violation]:

@@ -324,9 +324,9 @@ AGENT_LOOPS = Seam(
 )
 """`async (Episode) -> Trajectory`; see `rollout/agent_loop.py`."""
 
-_LAUNCHERS = "skyrl_train.config.launchers"
+_LAUNCHERS = "skyrl_train.rollout.agents.launchers"
 LAUNCHERS = Seam(
     "generator.agent_loop.launcher",
     {name: Builtin(f"{_LAUNCHERS}:{name}") for name in ("docker", "podman", "bubblewrap", "template")},
 )
-"""`() -> Launcher`: what a command of the agent loop `agent` runs in; see `config/launchers.py`."""
+"""`() -> Launcher`: what a command of the agent loop `agent` runs in; see `rollout/agents/launchers.py`."""

@@ -27,11 +27,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from skyrl_train.config.agents import RUN_SETTING, launcher_of
-from skyrl_train.config.launchers import VARIABLES
 from skyrl_train.errors import EngineError, SandboxError
 from skyrl_train.installed import find_programs
 from skyrl_train.registry import PartSpec, import_attr, split_spec
 from skyrl_train.rollout.agents.endpoint import Address
+from skyrl_train.rollout.agents.launchers import VARIABLES
 from skyrl_train.rollout.agents.sandbox import Sandbox, filled
 from skyrl_train.rollout.agents.sandboxes import pool_of
 from skyrl_train.rollout.env_boundary import Broken, check_components, check_reward, describe

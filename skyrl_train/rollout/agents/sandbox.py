@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.launchers import Launcher
 from skyrl_train.errors import SandboxError
+from skyrl_train.rollout.agents.launchers import Launcher
 from skyrl_train.rollout.env_boundary import describe
 from skyrl_train.rollout.process_tree import kill
 

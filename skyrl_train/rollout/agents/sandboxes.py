@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.launchers import NAME_PREFIX, Launcher
 from skyrl_train.errors import SandboxError
+from skyrl_train.rollout.agents.launchers import NAME_PREFIX, Launcher
 from skyrl_train.rollout.agents.sandbox import GRACE_S, KEEPER_WITHIN_S, LAST_WORDS, Sandbox
 from skyrl_train.rollout.env_boundary import describe
 from skyrl_train.rollout.loop_thread import at_close

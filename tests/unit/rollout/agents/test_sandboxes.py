@@ -22,10 +22,10 @@ import pytest
 from skyrl_train.cli.machine import RL_MACHINE_RULES
 from skyrl_train.config.agents import AGENT_RULES, launcher_of
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.launchers import NAME_PREFIX
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.config.validate import run_rules
 from skyrl_train.rollout.agents import sandbox, sandboxes
+from skyrl_train.rollout.agents.launchers import NAME_PREFIX
 from skyrl_train.rollout.process_tree import start_time
 from skyrl_train.sandbox import programs
 from skyrl_train.types import FailureKind, RolloutBatch
@@ -353,7 +353,7 @@ def violations(launcher: Any, **loop: Any) -> list[str]:
         ({"start": ["a"], "cleanup": ["b", "{name}"]}, "launcher.start: must name the sandbox"),
         ({"enter": "docker exec"}, "launcher.enter: must be a list of words"),
         ({"enter": ["a"], "host_inside": "http://x"}, "launcher.host_inside: must be a name or an address"),
-        ({"_target_": "os:getcwd"}, "must give a skyrl_train.config.launchers.Launcher"),
+        ({"_target_": "os:getcwd"}, "must give a skyrl_train.rollout.agents.launchers.Launcher"),
     ],
 )
 def test_launchers_that_cannot_work_are_told_before_anything_is_loaded(launcher: Any, message: str) -> None:

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from skyrl_train.config.agents import OF_SANDBOX, OF_TASK, placeholder_violations
+from skyrl_train.config.parts import LAUNCHERS
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.installed import find_programs
 from skyrl_train.sandbox import programs, system_words
 
-LAUNCHER_SETTING = "generator.agent_loop.launcher"
+LAUNCHER_SETTING = LAUNCHERS.setting
 VARIABLES = (
     "OPENAI_BASE_URL",
     "OPENAI_API_KEY",
@@ -31,9 +33,6 @@ VARIABLES = (
     "AGENT_REPORT_FILE",
 )
 """What a command finds in its environment."""
-OF_TASK = ("base_url", "session_url", "api_key", "model", "task_file", "report_file", "time_limit_s")
-"""Placeholders that are known once there is a task."""
-OF_SANDBOX = ("name", "folder")
 NAME_PREFIX = "skyrl-train-"
 """What the name of a sandbox begins with; `remaining` must tell those that do."""
 _WORDS = ("start", "enter", "cleanup", "remaining", "check")
@@ -69,6 +68,22 @@ class Launcher:
         """Raises ConfigError with all that is wrong."""
         if found := list(self._violations()):
             raise ConfigError(found)
+
+    def violations(self, *, host: str, waits_for_all: bool) -> Iterator[Violation]:
+        """Why it cannot be used with an endpoint at `host`, or where programs of a batch wait for one another."""
+        if not self.loopback and not self.host_inside and _is_of_this_machine_alone(host):
+            rule = (
+                f"cannot be reached from this launcher's network, which has no loopback of this machine (host={host})"
+            )
+            remedy = (
+                "write network: host; or host: ADDRESS, which this machine has in that network (its gateway, as docker "
+                "network inspect tells it); or launcher.host_inside, where it has another one there"
+            )
+            yield Violation.of(f"{LAUNCHER_SETTING}.network", "not host", rule, remedy)
+        if self.most is not None and waits_for_all:
+            rule = "cannot be with generator.backend=hf, which waits until every program of a batch asks or has ended"
+            remedy = "drop it and have smaller batches, or take vllm"
+            yield Violation.of(f"{LAUNCHER_SETTING}.most", self.most, rule, remedy)
 
     def _violations(self) -> Iterator[Violation]:
         for name in _WORDS:
@@ -207,17 +222,7 @@ def template(**words: Any) -> Launcher:
     return launcher
 
 
-def placeholder_violations(field: str, words: Sequence[str], known: Sequence[str]) -> Iterator[Violation]:
-    """What is wrong with the placeholders among the words of a command."""
-    for name in (name for word in words for name in re.findall(r"\{([a-z_]+)\}", word)):
-        if name not in known:
-            there_are = f"there are {', '.join(known)}" if known else "there are none"
-            rule = f"has a placeholder that there is not here; {there_are}"
-            remedy = "put it into enter: a sandbox is started before its task is known" if name in OF_TASK else ""
-            yield Violation.of(field, f"{{{name}}}", rule, remedy or "correct its name")
-
-
-def is_of_this_machine_alone(host: str) -> bool:
+def _is_of_this_machine_alone(host: str) -> bool:
     """Whether a host is an address that another network namespace reads as its own: loopback, or any."""
     try:
         address = ipaddress.ip_address(host)
