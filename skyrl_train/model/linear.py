@@ -7,6 +7,8 @@ operation that reaches oneDNN for float32 without a setting of the whole process
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,11 @@ from skyrl_train.model.tiles import is_traced
 
 _LEAST_PRODUCTS = 1 << 20
 """Multiplications from which a product is worth a kernel of its own, which oneDNN compiles for each new shape in 0.15 ms."""
+
+_KERNELS_KEPT = "32"
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""oneDNN's cache of kernels and that of torch's operations above it. Each keeps 1,024 of some 0.1 MB, one for each shape,
+and packed micro-batches have other shapes in each step; those of one micro-batch are enough."""
 
 _LONGEST_SUM = 512
 """Numbers that one product adds up. oneDNN does so one after the other, of which the rounding grows with their number; MKL
@@ -36,10 +43,23 @@ def use_fast_products(model: nn.Module) -> None:
     are compiled, in which torch chooses the kernels, and everything that only resembles a linear layer."""
     if not has_fast_products():
         return
+    _bound_kernels()
     compiled = {id(part) for each in model.modules() if each._compiled_call_impl is not None for part in each.modules()}
     for module in model.modules():
         if type(module) is nn.Linear and id(module) not in compiled:
             module.__class__ = FastLinear
+
+
+@cache
+def _bound_kernels() -> None:
+    """Have this process keep few kernels, unless the environment says how many. It is asked once, at the first product."""
+    unstated = [name for name in _CACHES if name not in os.environ]
+    os.environ.update(dict.fromkeys(unstated, _KERNELS_KEPT))
+    try:
+        _multiply(torch.zeros(16, 16), torch.zeros(16, 16), None)
+    finally:
+        for name in unstated:
+            del os.environ[name]  # processes that are started from here have other needs
 
 
 class FastLinear(nn.Linear):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,3 +75,30 @@ def test_what_only_resembles_a_linear_layer_is_left_alone() -> None:
     model = nn.Sequential(Own(4, 4), nn.LayerNorm(4))
     use_fast_products(model)
     assert [type(part) for part in model] == [Own, nn.LayerNorm]
+
+
+MANY_SHAPES = """
+import re
+import torch
+from torch import nn
+from skyrl_train.model.linear import use_fast_products
+
+def megabytes():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+torch.set_num_threads(1)
+model = nn.Linear(256, 256)
+use_fast_products(model)
+held = 0.0
+for rows in range(200, 800):
+    model(torch.ones(rows, 256)).sum().backward()
+    if rows == 300:
+        held = megabytes()
+print(megabytes() - held)
+"""
+
+
+@needs_operation
+def test_kernels_of_sizes_that_are_gone_are_not_kept() -> None:
+    done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, timeout=300, check=True)
+    assert float(done.stdout) < 40  # over 300 with their own numbers
