@@ -175,7 +175,7 @@ def _nearby(path: Path) -> str:
     while not folder.is_dir() and folder != folder.parent:
         wanted, folder = folder.name, folder.parent
     if folder.absolute() == folder.absolute().parent:  # names in the root have nothing to do with it
-        return f"There is no folder {path.parent}."
+        return "" if path.parent == folder else f"There is no folder {path.parent}."
     names = sorted(entry.name for entry in folder.iterdir())
     near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5) or [
         name for name in names if Path(name).suffix in _SUFFIXES
