@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import queue
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, DeadlineError
+from skyrl_train.threads import in_time
 
 _TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 4.0
@@ -49,28 +48,13 @@ def is_reachable() -> bool:
             return False
         return True
 
-    answers = _within(_TIMEOUT_S, ask) is True
+    try:  # on a thread: looking up a name knows no deadline
+        answers = in_time(ask, what="the hub", timeout_s=_TIMEOUT_S)
+    except DeadlineError:
+        answers = False
     if not answers:
         _go_offline()
     return answers
-
-
-def _within(timeout_s: float, function: Callable[[], object]) -> object:
-    """Return what `function` gives, or raises, as a value; TimeoutError where it does not end in time. On a thread: looking
-    up a name knows no deadline."""
-    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            answers.put(function())
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=work, name="ask-the-hub", daemon=True).start()
-    try:
-        return answers.get(timeout=timeout_s)
-    except queue.Empty:
-        return TimeoutError(f"no answer within {timeout_s:g} s")
 
 
 def _go_offline() -> None:
@@ -157,13 +141,15 @@ def problem_of(name: str, *, dataset: bool) -> str:
     api, problem = huggingface_hub.HfApi(endpoint()), ""
     tell = api.dataset_info if dataset else api.model_info
     for pause in (*_PAUSES_S, None):
-        found = _within(_ANSWER_TIMEOUT_S, lambda: tell(name, timeout=_ANSWER_TIMEOUT_S))
-        if not isinstance(found, Exception):
+        try:
+            in_time(lambda: tell(name, timeout=_ANSWER_TIMEOUT_S), what="the hub", timeout_s=_ANSWER_TIMEOUT_S)
             return ""
-        problem = _first_line(found)
-        status = getattr(getattr(found, "response", None), "status_code", 0)
-        if isinstance(found, huggingface_hub.errors.RepositoryNotFoundError) or status in (401, 403, 404):
-            return problem
+        except huggingface_hub.errors.RepositoryNotFoundError as error:
+            return _first_line(error)
+        except Exception as error:  # whatever its client raises
+            problem = _first_line(error)
+            if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403, 404):
+                return problem
         if pause is not None:
             logger.warning("%s: %s; asked again in %g s", name, problem, pause)
             time.sleep(pause)

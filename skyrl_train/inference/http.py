@@ -10,10 +10,7 @@ Start the server with the trainer's weight-transfer backend, so that it takes ne
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
-import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -32,6 +29,7 @@ from skyrl_train.rollout.http_reply import (
     client_arguments,
     send,
 )
+from skyrl_train.threads import in_time
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
 from skyrl_train.weights import Bucket
@@ -151,8 +149,9 @@ class HTTPEngine(UpdatableEngine):
                 return reply
 
         try:
-            reply = _within(self._timeout_s + CONNECT_TIMEOUT_S, ask)
-        except (httpx.TimeoutException, concurrent.futures.TimeoutError):
+            # A socket's own deadline begins anew with each byte.
+            reply = in_time(ask, what=where, timeout_s=self._timeout_s + CONNECT_TIMEOUT_S)
+        except (httpx.TimeoutException, DeadlineError):
             raise DeadlineError(where, self._timeout_s) from None
         except httpx.HTTPError as error:
             raise EngineError(f"{where}: {type(error).__name__}: {error}. Is the server up?") from error
@@ -264,21 +263,6 @@ def build_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:
         send_seeds=settings.seeds_by_request,
         vocabulary_size=vocabulary_size(settings.model),
     )
-
-
-def _within(timeout_s: float, function: Callable[[], T]) -> T:
-    """Return what `function` gives, or raise concurrent.futures.TimeoutError and leave it to a thread that nobody waits
-    for: a socket's own deadline begins anew with each byte."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="http-control", daemon=True).start()
-    return future.result(timeout_s)
 
 
 def _output(body: Any, request: GenerationRequest, version: int) -> GenerationOutput:

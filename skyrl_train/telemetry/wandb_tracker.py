@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 import httpx
 
 from skyrl_train.config.schema import WandbConfig
-from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.tracker import SAMPLE_COLUMNS, SampleRow
-from skyrl_train.threads import WorkerThread
+from skyrl_train.threads import in_time
 
 PROBE_TIMEOUT_S = 4.0
 """For the server to answer anything at all, where the mode is left to us."""
@@ -83,7 +83,9 @@ class WandbTracker:
                 _probe(_server(os.environ))
             timeout_s = AUTO_TIMEOUT_S if is_auto else INIT_TIMEOUT_S
             # Its own limits do not count the start of its service, nor every retry.
-            self._run = _within(timeout_s, lambda: start(mode=mode, timeout_s=timeout_s), "starting the run at wandb")
+            self._run = in_time(
+                lambda: start(mode=mode, timeout_s=timeout_s), what="starting the run at wandb", timeout_s=timeout_s
+            )
         except Exception as error:  # wandb raises its own kinds for keys, network and time-outs
             if not is_auto:
                 raise SkyrlTrainError(
@@ -93,7 +95,7 @@ class WandbTracker:
             console.warn(f"wandb is offline: the server could not be used ({type(error).__name__}: {error})")
             mode = "offline"
             with suppress(Exception):  # its service holds the run's id until then
-                _within(_TEARDOWN_TIMEOUT_S, wandb.teardown, "wandb.teardown")
+                in_time(wandb.teardown, what="wandb.teardown", timeout_s=_TEARDOWN_TIMEOUT_S)
             self._run = _offline(folder, lambda: start(mode=mode, timeout_s=INIT_TIMEOUT_S))
         if mode == "offline":
             console.note(f"wandb: offline; upload later with `wandb sync {folder.wandb}/offline-run-*`")
@@ -114,7 +116,7 @@ class WandbTracker:
 
     def close(self) -> None:
         """Upload what is left. Raises DeadlineError where that hangs."""
-        _within(FINISH_TIMEOUT_S + _TEARDOWN_TIMEOUT_S, self._run.finish, "wandb's upload")
+        in_time(self._run.finish, what="wandb's upload", timeout_s=FINISH_TIMEOUT_S + _TEARDOWN_TIMEOUT_S)
 
 
 def git_state(folder: Path) -> dict[str, str | bool]:
@@ -163,27 +165,17 @@ def _probe(server: str) -> None:
         if answer.status_code in _NOT_SERVED:
             raise ConnectionError(f"{server} answers with HTTP status {answer.status_code}")
 
-    _within(PROBE_TIMEOUT_S, ask, server)
+    in_time(ask, what=server, timeout_s=PROBE_TIMEOUT_S)
 
 
 def _offline(folder: RunFolder, start: Callable[[], R]) -> R:
     """What `start` gives offline. Where the service of the attempt before neither ended nor let go of the run's id, a run
     under another id."""
     try:
-        return _within(INIT_TIMEOUT_S, start, "wandb offline")
+        return in_time(start, what="wandb offline", timeout_s=INIT_TIMEOUT_S)
     except Exception:  # its own kind, which says that the id is in use
         (folder.wandb / _RUN_ID).unlink(missing_ok=True)
-        return _within(INIT_TIMEOUT_S, start, "wandb offline")
-
-
-def _within(timeout_s: float, function: Callable[[], R], what: str) -> R:
-    """Return the function's result, or raise its exception; DeadlineError where neither comes in time."""
-    worker = WorkerThread("wandb")
-    future = worker.submit(function)
-    worker.close(timeout_s)
-    if not future.done():
-        raise DeadlineError(what, timeout_s)
-    return future.result(0)
+        return in_time(start, what="wandb offline", timeout_s=INIT_TIMEOUT_S)
 
 
 def _start(
