@@ -337,7 +337,8 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
         + (f" in {engine.strategy.num_shards} shards" if engine.strategy.sharded else "")
         + (f", experts over {engine.strategy.expert_ranks}" if engine.strategy.expert_ranks > 1 else "")
-        + (", whole gradients" if engine.strategy.keeps_whole_gradients else ""),
+        + (", whole gradients" if engine.strategy.keeps_whole_gradients else "")
+        + (", state in the host" if engine.state_in_host else ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "limit_bytes": str(limit_bytes),
         "margin": str(limits.margin),

@@ -190,7 +190,7 @@ def _strategy(chosen: StrategyConfig, context: Context, device: torch.device, *,
         num_ranks=context.num_ranks,
         device=device,
         dtype=dtype,
-        cpu_offload=chosen.cpu_offload,
+        cpu_offload=chosen.offloads_all,
         group=SequenceGroup(size, timeout_s=_TIMEOUT_S) if size > 1 else None,
         mesh=RankMesh(sizes=mesh_sizes(chosen, context.num_ranks), device_type=device.type, timeout_s=_TIMEOUT_S),
     )
