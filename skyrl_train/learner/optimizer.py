@@ -80,8 +80,7 @@ def step_from_host(optimizer: torch.optim.Optimizer) -> None:
         for parameter in bucket:
             parameter.grad = gradients.pop(parameter)
             for kind, memory in in_host[parameter].items():
-                on_device = torch.empty_like(memory, device=parameter.device, pin_memory=False)
-                _local(on_device).copy_(_local(memory), non_blocking=True)
+                on_device = memory.to(parameter.device, non_blocking=True, copy=True)
                 optimizer.state[parameter][kind] = on_device
         optimizer.step()
         for parameter in bucket:
