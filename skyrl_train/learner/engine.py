@@ -290,9 +290,7 @@ class ModelEngine:
             optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
         )
         if self._optimizer is not None:
-            load_optimizer_tensors(
-                self._optimizer, self.parameters, stored.optimizer, in_host=self.state_in_host
-            )
+            load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer, in_host=self.state_in_host)
         with torch.no_grad():
             for name, tensor in _saved_tensors(self.model, self.parameters).items():
                 tensor.copy_(stored.model[name])

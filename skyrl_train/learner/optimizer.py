@@ -71,25 +71,30 @@ def step_from_host(optimizer: torch.optim.Optimizer) -> None:
     The optimizer itself updates the parameters of a bucket, on the device and from the same numbers, so that the update is
     bit for bit that of averages which stay there. State of one number, as AdamW's count of steps, does stay there.
     """
-    gradients = {each: each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
     devices = {parameter.device for parameter in gradients if parameter.is_cuda}
     for parameter in gradients:
         parameter.grad = None
     for bucket in _buckets(optimizer, list(gradients)):
-        in_host = {parameter: _averages(optimizer, parameter) for parameter in bucket}
-        for parameter in bucket:
-            parameter.grad = gradients.pop(parameter)
-            for kind, memory in in_host[parameter].items():
-                on_device = memory.to(parameter.device, non_blocking=True, copy=True)
-                optimizer.state[parameter][kind] = on_device
-        optimizer.step()
-        for parameter in bucket:
-            parameter.grad = None
-            for kind, value in _averages(optimizer, parameter).items():
-                memory = in_host[parameter].get(kind)
-                optimizer.state[parameter][kind] = _to_host(value, memory, pinned=parameter.is_cuda)
+        _step_of_bucket(optimizer, {parameter: gradients.pop(parameter) for parameter in bucket})
     for device in devices:  # copies go in the order of its work, and checkpoints are written from what they leave
         torch.cuda.current_stream(device).synchronize()
+
+
+def _step_of_bucket(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Nothing of what it brings to the device is there after it."""
+    in_host = {parameter: _averages(optimizer, parameter) for parameter in gradients}
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+        for kind, memory in in_host[parameter].items():
+            optimizer.state[parameter][kind] = memory.to(parameter.device, non_blocking=True, copy=True)
+    optimizer.step()
+    for parameter in gradients:
+        parameter.grad = None
+        for kind, value in _averages(optimizer, parameter).items():
+            own = in_host[parameter].get(kind)
+            optimizer.state[parameter][kind] = _to_host(value, own, pinned=parameter.is_cuda)
 
 
 def _buckets(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -144,8 +149,8 @@ def load_optimizer_tensors(
     *,
     in_host: bool = False,
 ) -> None:
-    """Inverse of `optimizer_tensors`; `in_host`: for `step_from_host`. Raises CheckpointError for an unknown parameter, another shape, or state that AdamW
-    would find missing in its next step."""
+    """Inverse of `optimizer_tensors`; `in_host`: for `step_from_host`. Raises CheckpointError for an unknown parameter,
+    another shape, or state that AdamW would find missing in its next step."""
     states: dict[Tensor, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition(".")

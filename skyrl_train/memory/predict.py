@@ -114,8 +114,8 @@ class DeviceShare:
         return {**{kind: -(-count // shards) for kind, count in kinds.items() if count}, **whole}
 
     def stepping(self, counts: ParameterCounts) -> dict[str, int]:
-        """Return what lies on the device while an optimizer steps whose state comes from host memory, in bytes by kind; nothing
-        where it stays on the device, and passes hold more."""
+        """Return what lies on the device while an optimizer steps whose state comes from host memory, in bytes by kind.
+        Nothing where it stays on the device: passes hold more then."""
         if self.state_at_once is None:
             return {}
         summed = replace(self, gradient_sync="micro_batch")  # gradients are shards again by then
@@ -128,8 +128,8 @@ class DeviceShare:
         return -(-self.state_bytes * held.trained // shards)
 
     def _held(self, counts: ParameterCounts) -> tuple[ParameterCounts, int]:
-        """What ranks hold together, and how many they are: the experts of a rank are sharded over those that have the same, so
-        that all ranks hold each parameter once."""
+        """What ranks hold together, and how many they are. The experts of a rank are sharded over those that have the same:
+        all ranks together hold each parameter once."""
         return (counts, self.num_shards) if self.sharded else (counts.on_a_rank(self.expert_ranks), 1)
 
     def _frozen(self, counts: ParameterCounts, num_frozen: int) -> int:

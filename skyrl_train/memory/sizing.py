@@ -312,8 +312,8 @@ class _Sizing:
             f"{self.engine.name}: {'training' if self.training else 'scoring'} one row of {self.limits.longest} tokens, "
             f"the longest legal one, does not fit {meter.limit_bytes / GIB:.3g} GiB, of which "
             f"{meter.in_use_bytes() / GIB:.3g} GiB hold the model and its like{f' ({reason})' if reason else ''}. Set a "
-            "lower generator.max_context_length (data.max_length), model.gradient_checkpointing=true, more ranks with "
-            "strategy=fsdp2, or a larger trainer.memory_budget_gb"
+            "lower generator.max_context_length (data.max_length), model.gradient_checkpointing=true, "
+            "strategy.cpu_offload=optimizer, more ranks with strategy=fsdp2, or a larger trainer.memory_budget_gb"
         )
 
 

@@ -147,9 +147,10 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
             f"{gigabytes(memory.resident_bytes)} of models"
         )
     if memory.moved_bytes:
+        seconds = 2 * memory.moved_bytes / Device.host_rate
         yield (
-            f"{'optimizer':<10} {gigabytes(memory.moved_bytes)} in the host (strategy.cpu_offload=optimizer): each of its steps "
-            f"moves them here and back, {2 * memory.moved_bytes / Device.host_rate:.2g} s"
+            f"{'optimizer':<10} {gigabytes(memory.moved_bytes)} in the host (strategy.cpu_offload=optimizer): each of its "
+            f"steps moves them here and back, {seconds:.2g} s"
         )
     if memory.host and memory.host.owners:
         yield "a node keeps in its own memory:"

@@ -156,7 +156,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[st
     return found
 
 
-@pytest.mark.parametrize(("name", "stayed"), [("moved", "plain"), ("bfloat16 moved", "bfloat16"), ("state in the host", "plain")])
+@pytest.mark.parametrize(
+    ("name", "stayed"), [("moved", "plain"), ("bfloat16 moved", "bfloat16"), ("state in the host", "plain")]
+)
 def test_what_left_and_came_back_trains_bit_for_bit_as_what_stayed(
     results: dict[str, tuple[dict[str, Tensor], Tensor]], name: str, stayed: str
 ) -> None:

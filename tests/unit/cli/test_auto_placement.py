@@ -20,7 +20,7 @@ from skyrl_train.errors import ConfigError
 from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 
 STATE_IN_HOST = {("7B", 1): 1, ("32B", 8): 2}
-"""What fits GPUs of 80 GB, trained in full with AdamW, because its optimizer's state is in host memory: GPUs of each engine."""
+"""What fits GPUs of 80 GB, trained in full with AdamW, as its optimizer's state is in host memory: GPUs of each engine."""
 FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8), *STATE_IN_HOST}
 
 OFFLOADED = {
