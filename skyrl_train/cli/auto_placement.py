@@ -192,11 +192,10 @@ class _Choice:
             strategy = replace(self.config.strategy, name="single")
             return replace(self.config, placement=_chosen(self.config.placement, backend="inline"), strategy=strategy)
         facts = _facts(self.config)
-        placed = self._over(nodes, per_node, facts)
-        if facts is None or (problem := self._problem(placed, facts)) is None:
+        placed, problem = self._fitting(nodes, per_node, facts)
+        if facts is None or problem is None:
             return placed
-        count = nodes * per_node
-        found = f"{counted(count, 'GPU')} of {self.memory_bytes / 1e9:g} GB"
+        found = f"{counted(nodes * per_node, 'GPU')} of {self.memory_bytes / 1e9:g} GB"
         raise ConfigError(
             [
                 Violation(
@@ -208,6 +207,16 @@ class _Choice:
                 )
             ]
         )
+
+    def _fitting(self, nodes: int, per_node: int, facts: ModelSizes | None) -> tuple[Config, str | None]:
+        """Return the config on these GPUs, and why it does not fit if it does not. The optimizer's state is in host memory
+        where that makes room and nobody has stated where it is."""
+        placed = self._over(nodes, per_node, facts)
+        problem = None if facts is None else self._problem(placed, facts)
+        if facts is None or problem is None or placed.strategy.cpu_offload != "auto" or not self.training:
+            return placed, problem
+        placed = replace(placed, strategy=replace(placed.strategy, cpu_offload="optimizer"))
+        return placed, self._problem(placed, facts)
 
     def _over(self, nodes: int, per_node: int, facts: ModelSizes | None) -> Config:
         """Return the config with all models and engines sharing all GPUs."""
@@ -255,7 +264,7 @@ class _Choice:
         if not self.training:
             return True
         ranks = config.placement.policy_num_workers if config.strategy.kind == "fsdp2" else 1
-        parameters = 0 if config.strategy.cpu_offload else 4 * facts.parameters / ranks
+        parameters = 0 if config.strategy.offloads_all else 4 * facts.parameters / ranks
         needed = parameters + self._engine_weights(config, facts) / size + _BUCKET_BYTES + _ENGINE_OVERHEAD_BYTES
         return needed <= self.memory_bytes
 
@@ -296,15 +305,13 @@ class _Choice:
                 config = _SETTINGS[setting](config)
             if config == self.config or any(set(other.split()) <= set(settings) for other in found):
                 continue
-            choice = _Choice(config, self.devices, self.training)
-            placed = choice._over(nodes, per_node, facts)
-            if choice._problem(placed, facts) is None and not _new_violations(placed, self.config):
+            placed, problem = replace(self, config=config)._fitting(nodes, per_node, facts)
+            if problem is None and not _new_violations(placed, self.config):
                 found.append(" ".join(settings))
         more = [(1, gpus) for gpus in (2, 4, _GPUS_OF_A_NODE)]
         more += [(count, _GPUS_OF_A_NODE) for count in range(2, _MOST_NODES + 1)]
         for count, gpus in more:
-            fits = count * gpus > nodes * per_node and self._problem(self._over(count, gpus, facts), facts) is None
-            if fits:
+            if count * gpus > nodes * per_node and self._fitting(count, gpus, facts)[1] is None:
                 found.append(f"{count * gpus} GPUs" + (f" on {counted(count, 'node')}" if count > 1 else ""))
                 break
         if not found:

@@ -19,6 +19,8 @@ from skyrl_train.registry import PartSpec
 
 SHARING_SETTINGS = ("strategy.sequence_parallel_size", "strategy.tensor_parallel_size")
 """Which ranks compute micro-batches together."""
+STATE_BUCKET_BYTES = 1 << 30
+"""Optimizer state that a step takes from the host to the device at once; a larger parameter's goes alone."""
 ROLES = ("policy", "critic", "ref")
 """First part of the names of a model's settings."""
 
@@ -64,8 +66,10 @@ class StrategyConfig:
     layers_ahead: Free[NonNegativeCount | None] = None
     """Decoder layers whose parameters are gathered ahead of the one at work (fsdp2): more memory, less waiting. 0: as FSDP2
     does by itself, one ahead in backward passes alone. null: 1 where experts are divided, else 0."""
-    cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory (fsdp2)."""
+    cpu_offload: Literal["auto", "optimizer", True, False] = "auto"
+    """What is in host memory. optimizer: the optimizer's state between its steps, in each of which it comes to the device a
+    part at a time; any strategy, and the update is the same bit for bit. true: parameters, gradients and state, and the CPU
+    updates them (fsdp2). auto: optimizer where `placement=auto` finds no room without and has it with that, else nothing."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
     """When ranks sum gradients (fsdp2). step: with an optimizer step's last micro-batch; until then each rank keeps the
     gradient of the whole model, 4 bytes a trained parameter. micro_batch: with each, which keeps shards alone. auto: step
@@ -75,6 +79,16 @@ class StrategyConfig:
     def kind(self) -> str:
         """The built-in strategy that is chosen, whichever way its name is written; the target of a custom one."""
         return STRATEGIES.name_of(self.name)
+
+    @property
+    def offloads_all(self) -> bool:
+        """Whether shards of parameters, gradients and state are in host memory."""
+        return self.cpu_offload is True
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether the optimizer's state alone is in host memory."""
+        return self.cpu_offload == "optimizer"
 
     @property
     def ranks_per_share(self) -> int:

@@ -247,12 +247,12 @@ def near_path(path: str) -> str:
 
 
 def _strategy(strategy: StrategyConfig) -> Iterator[Violation]:
-    if strategy.cpu_offload and strategy.kind != "fsdp2" and not strategy.is_custom:
+    if strategy.offloads_all and strategy.kind != "fsdp2" and not strategy.is_custom:
         yield Violation.of(
             "strategy.cpu_offload",
             strategy.cpu_offload,
             f"needs strategy=fsdp2 and does nothing with {strategy.kind}",
-            "add strategy=fsdp2, or drop strategy.cpu_offload",
+            "add strategy=fsdp2, or try strategy.cpu_offload=optimizer",
         )
 
 

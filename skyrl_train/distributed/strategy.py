@@ -52,7 +52,7 @@ class RankSettings:
     dtype: torch.dtype
     """That of forward passes; parameters are float32."""
     cpu_offload: bool = False
-    """`strategy.cpu_offload`."""
+    """Whether `strategy.cpu_offload` is true: shards of parameters, gradients and state are in host memory."""
     gradient_sync: GradientSync = "auto"
     """`strategy.gradient_sync`."""
     group: SequenceGroup | None = None

@@ -65,7 +65,7 @@ def build_strategy(settings: LearnerSettings, device: torch.device, *, num_ranks
         num_ranks=num_ranks,
         device=device,
         dtype=_compute_dtype(settings.model),
-        cpu_offload=chosen.cpu_offload,
+        cpu_offload=chosen.offloads_all,
         gradient_sync=chosen.gradient_sync,
         layers_ahead=chosen.layers_ahead,
         group=SequenceGroup(size, timeout_s=deadline) if size > 1 else None,
@@ -140,6 +140,7 @@ def build_engine(
         ),
         dtype=_compute_dtype(model),
         optimizer=settings.optimizer,
+        state_in_host=settings.strategy.offloads_state,
         total_optimizer_steps=settings.schedule.optimizer_steps,
         total_documents=settings.schedule.documents,
     )

@@ -28,7 +28,13 @@ from skyrl_train.errors import CheckpointError, NonFiniteError, SaveError, Skyrl
 from skyrl_train.interfaces import HeldState
 from skyrl_train.learner import state
 from skyrl_train.learner.offload import Offloader
-from skyrl_train.learner.optimizer import allocate_state, build_optimizer, load_optimizer_tensors, optimizer_tensors
+from skyrl_train.learner.optimizer import (
+    allocate_state,
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    step_from_host,
+)
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.profiling import Profiler
 from skyrl_train.learner.state_files import HostCopy
@@ -62,12 +68,14 @@ class ModelEngine:
         micro_batching: MemoryAwareBatchIterator,
         dtype: torch.dtype = torch.float32,
         optimizer: OptimizerConfig | None = None,
+        state_in_host: bool = False,
         total_optimizer_steps: float = 0,
         total_documents: int = 0,
         strategy: ModelStrategy | None = None,
     ):
         """`strategy` says how the model is spread over ranks; alone in its process unless given. The layout of
-        `micro_batching` must be exact for the model (`model/layouts.py`)."""
+        `micro_batching` must be exact for the model (`model/layouts.py`). `state_in_host`: the optimizer's state is on the
+        device only while it steps."""
         self.strategy = strategy or SingleProcess()
         use_fast_products(model)
         narrow_last_layer(model)
@@ -83,6 +91,7 @@ class ModelEngine:
         """Length of the schedule; where documents drive it, `total_documents` in units of a step's target."""
         self._total_documents = total_documents
         self._config = optimizer
+        self.state_in_host = state_in_host
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         """What is trained, or was before it was frozen to be scored: all of it, or the adapter."""
         self._optimizer: torch.optim.Optimizer | None = None
@@ -110,7 +119,7 @@ class ModelEngine:
             name=name,
             device=self.passes.device,
             held=self.held_tensors,
-            optimizer=lambda: _moments(self._optimizer, self.parameters),
+            optimizer=self._state_on_device,
         )
 
     @property
@@ -133,8 +142,8 @@ class ModelEngine:
             self.oom_retry.passes, self.strategy, self.parameters = kept
 
     def allocate_state(self) -> None:
-        """Makes the optimizer's state now rather than in the first step, where there is an optimizer."""
-        if self._optimizer is not None:
+        """Makes the optimizer's state now rather than in the first step, where there is one and the device will keep it."""
+        if self._optimizer is not None and not self.state_in_host:
             allocate_state(self._optimizer)
 
     @property
@@ -145,14 +154,19 @@ class ModelEngine:
         return self._optimizer
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that exist between passes: parameters, buffers, gradients, optimizer state."""
+        """Yield the tensors that the device has between passes: parameters, buffers, gradients, optimizer state."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self.strategy.whole_gradients(self.model)
-        yield from _moments(self._optimizer, self.parameters)
+        yield from self._state_on_device()
+
+    def _state_on_device(self) -> Iterable[Tensor]:
+        if self._optimizer is None or self.state_in_host:
+            return ()
+        return optimizer_tensors(self._optimizer, self.parameters).values()
 
     def forward(self, batch: TrainingInputBatch, score: ScoreRows, *, numbers: tuple[int, ...] = ()) -> Tensor:
         """`[num_tokens, *numbers]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
@@ -208,7 +222,10 @@ class ModelEngine:
         rate = learning_rate(position, config, self._total_optimizer_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        optimizer.step()
+        if self.state_in_host:
+            step_from_host(optimizer)
+        else:
+            optimizer.step()
         self.num_optimizer_steps += 1
         self.num_documents += self._pending_documents
         self.zero_grad()
@@ -273,7 +290,7 @@ class ModelEngine:
             optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
         )
         if self._optimizer is not None:
-            load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer)
+            load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer, in_host=self.state_in_host)
         with torch.no_grad():
             for name, tensor in _saved_tensors(self.model, self.parameters).items():
                 tensor.copy_(stored.model[name])
@@ -359,10 +376,6 @@ class HoldsModel:
 
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
-
-
-def _moments(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> Iterable[Tensor]:
-    return () if optimizer is None else optimizer_tensors(optimizer, parameters).values()
 
 
 def _saved_tensors(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

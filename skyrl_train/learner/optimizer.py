@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_train.config.parts import OPTIMIZERS
+from skyrl_train.config.placement import STATE_BUCKET_BYTES
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.distributed.mesh import by_mesh
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
@@ -63,6 +64,74 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
+def step_from_host(optimizer: torch.optim.Optimizer) -> None:
+    """Steps an optimizer whose averages are in the host: they come to the device and leave it a bucket of parameters at a
+    time. Drops each gradient as soon as it was used.
+
+    The optimizer itself updates the parameters of a bucket, on the device and from the same numbers, so that the update is
+    bit for bit that of averages which stay there. State of one number, as AdamW's count of steps, does stay there.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    devices = {parameter.device for parameter in gradients if parameter.is_cuda}
+    for parameter in gradients:
+        parameter.grad = None
+    for bucket in _buckets(optimizer, list(gradients)):
+        _step_of_bucket(optimizer, {parameter: gradients.pop(parameter) for parameter in bucket})
+    for device in devices:  # copies go in the order of its work, and checkpoints are written from what they leave
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _step_of_bucket(optimizer: torch.optim.Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Nothing of what it brings to the device is there after it."""
+    in_host = {parameter: _averages(optimizer, parameter) for parameter in gradients}
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+        for kind, memory in in_host[parameter].items():
+            optimizer.state[parameter][kind] = memory.to(parameter.device, non_blocking=True, copy=True)
+    optimizer.step()
+    for parameter in gradients:
+        parameter.grad = None
+        for kind, value in _averages(optimizer, parameter).items():
+            own = in_host[parameter].get(kind)
+            optimizer.state[parameter][kind] = _to_host(value, own, pinned=parameter.is_cuda)
+
+
+def _buckets(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """AdamW updates each parameter by itself. Of another optimizer nothing is known: it has them all at once."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return [parameters]
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        num_bytes = 2 * _local(parameter).nbytes
+        if num_bytes > room or not buckets:
+            buckets.append([])
+            room = STATE_BUCKET_BYTES
+        buckets[-1].append(parameter)
+        room -= num_bytes
+    return buckets
+
+
+def _averages(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What of a parameter's state is more than a number, by kind."""
+    state = optimizer.state.get(parameter, {})
+    return {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.ndim}
+
+
+def _to_host(value: Tensor, memory: Tensor | None = None, *, pinned: bool) -> Tensor:
+    """Copies a tensor into `memory` of the host, or takes some for it; of a sharded one this rank's part."""
+    if memory is None:
+        memory = torch.empty_like(value, device="cpu", pin_memory=pinned)
+    _local(memory).copy_(_local(value), non_blocking=True)
+    return memory
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """`{"exp_avg.model.norm.weight": tensor, ...}`: every tensor of the state; empty before the first step."""
     return {
@@ -74,10 +143,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
+    *,
+    in_host: bool = False,
 ) -> None:
-    """Inverse of `optimizer_tensors`. Raises CheckpointError for an unknown parameter, another shape, or state that AdamW
-    would find missing in its next step."""
+    """Inverse of `optimizer_tensors`; `in_host`: for `step_from_host`. Raises CheckpointError for an unknown parameter,
+    another shape, or state that AdamW would find missing in its next step."""
     states: dict[Tensor, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition(".")
@@ -88,7 +161,9 @@ def load_optimizer_tensors(
             raise CheckpointError(
                 f"optimizer state {key!r} has shape {list(value.shape)}; the parameter {list(parameter.shape)}"
             )
-        states.setdefault(parameter, {})[kind] = value.to(parameter.device)
+        stays = in_host and value.ndim
+        placed = _to_host(value, pinned=parameter.is_cuda) if stays else value.to(parameter.device)
+        states.setdefault(parameter, {})[kind] = placed
     if isinstance(optimizer, torch.optim.AdamW) and states:
         for name, parameter in parameters.items():
             for kind in ("step", "exp_avg", "exp_avg_sq"):

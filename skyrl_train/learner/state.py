@@ -242,7 +242,8 @@ def _sharded_names(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] 
 def _read_sharded(
     folder: Path, model: Mapping[str, Tensor], with_optimizer: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors laid out as the model's; moments as the parameters that they belong to."""
+    """Tensors laid out as the model's; moments as the parameters that they belong to, in the host: beside the model and its
+    gradients there may be no room for them."""
     shards = StoredShards(folder)
     stored = {
         name.removeprefix(_MODEL_PREFIX): fact for name, fact in shards.facts.items() if name.startswith(_MODEL_PREFIX)
@@ -255,7 +256,7 @@ def _read_sharded(
             key = name.removeprefix(_OPTIMIZER_PREFIX)
             owner = model.get(key.partition(".")[2])
             if owner is not None and tuple(owner.shape) == shape:
-                moments[key] = torch.empty_like(owner, dtype=dtype)
+                moments[key] = torch.empty_like(owner, dtype=dtype, device="cpu")
             else:
                 moments[key] = torch.empty(shape, dtype=dtype)
     for prefix, into in ((_MODEL_PREFIX, tensors), (_OPTIMIZER_PREFIX, moments)):
@@ -266,7 +267,7 @@ def _read_sharded(
 
 def _moment_like(value: Tensor, key: str, model: Mapping[str, Tensor]) -> Tensor:
     owner = model.get(key.partition(".")[2])
-    return value if owner is None or owner.shape != value.shape else _laid_out_like(value, owner)
+    return value if owner is None or owner.shape != value.shape else _laid_out_like(value, owner).to("cpu")
 
 
 def _fact(tensor: Tensor) -> TensorFact:

@@ -277,6 +277,7 @@ class SizedEngine(Protocol):
     name: str
     parameters: dict[str, nn.Parameter]
     oom_retry: OomRetry[Any]
+    state_in_host: bool
 
     @property
     def model(self) -> PreTrainedModel: ...

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,6 +82,8 @@ class DeviceShare:
     """Memory of the device, by which `gradient_sync=auto` decides."""
     state_bytes: int = 8
     """Of the optimizer's state, for each parameter that is trained: AdamW's two averages."""
+    state_at_once: int | None = None
+    """Bytes of that state which a step has on the device at once at most, where it is in host memory between steps."""
     compute_bytes: int = 4
     """Of a number in the forward pass."""
     frozen_bytes: int = 4
@@ -102,15 +104,33 @@ class DeviceShare:
             whole = {"gradients": gradients} if once else {}
         if self.sharded and self.cpu_offload:
             return whole
-        # The experts of a rank are sharded over those that have the same: all ranks together hold each parameter once.
-        held, shards = (counts, self.num_shards) if self.sharded else (own, 1)
+        held, shards = self._held(counts)
         trained = 0 if self.is_scored_only else held.trained
         kinds = {
             "parameters": self._frozen(held, held.total - trained) + 4 * trained,
             "gradients": 4 * held.trained * training,
-            "optimizer state": self.state_bytes * held.trained,
+            "optimizer state": self.state_bytes * held.trained if self.state_at_once is None else 0,
         }
         return {**{kind: -(-count // shards) for kind, count in kinds.items() if count}, **whole}
+
+    def stepping(self, counts: ParameterCounts) -> dict[str, int]:
+        """Return what lies on the device while an optimizer steps whose state comes from host memory, in bytes by kind.
+        Nothing where it stays on the device: passes hold more then."""
+        if self.state_at_once is None:
+            return {}
+        summed = replace(self, gradient_sync="micro_batch")  # gradients are shards again by then
+        state = min(self.state(counts), self.state_at_once)
+        return summed.resident(counts, training=True) | {"optimizer state": state}
+
+    def state(self, counts: ParameterCounts) -> int:
+        """Return the bytes of a rank's optimizer state, wherever it is."""
+        held, shards = self._held(counts)
+        return -(-self.state_bytes * held.trained // shards)
+
+    def _held(self, counts: ParameterCounts) -> tuple[ParameterCounts, int]:
+        """What ranks hold together, and how many they are. The experts of a rank are sharded over those that have the same:
+        all ranks together hold each parameter once."""
+        return (counts, self.num_shards) if self.sharded else (counts.on_a_rank(self.expert_ranks), 1)
 
     def _frozen(self, counts: ParameterCounts, num_frozen: int) -> int:
         if not self.in_4_bits:
@@ -204,6 +224,11 @@ class PredictedPasses:
         """Return what lies on the device between micro-batches. Raises ModelError."""
         return sum(self.share.resident(self.counts, training=phase == "training").values())
 
+    @property
+    def state_in_host_bytes(self) -> int:
+        """What one rank keeps of the optimizer's state in host memory between steps. Raises ModelError."""
+        return 0 if self.share.state_at_once is None else self.share.state(self.counts)
+
     def estimate(self, phase: Phase, rows: int) -> MemoryEstimate:
         """Return what a micro-batch of `rows` of the longest rows takes. Raises ModelError."""
         lower, upper = self._around(phase, lambda at, _: at >= rows) if rows > 1 else (1, 1)
@@ -213,7 +238,10 @@ class PredictedPasses:
         kinds |= self.share.exchanged(self.counts, training=training)
         kinds |= self._beside_layers(phase, rows)
         kinds |= peaks.kinds
-        return MemoryEstimate(moment=peaks.moment, kinds={kind: count for kind, count in kinds.items() if count})
+        moment, step = peaks.moment, self.share.stepping(self.counts) if training else {}
+        if sum(step.values()) > sum(kinds.values()):
+            moment, kinds = "in the optimizer's step", step
+        return MemoryEstimate(moment=moment, kinds={kind: count for kind, count in kinds.items() if count})
 
     def fits_one_row(self, phase: Phase, limit_bytes: int) -> bool:
         """Return whether a micro-batch of one of the longest rows fits. Raises ModelError."""

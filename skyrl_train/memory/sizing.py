@@ -312,8 +312,8 @@ class _Sizing:
             f"{self.engine.name}: {'training' if self.training else 'scoring'} one row of {self.limits.longest} tokens, "
             f"the longest legal one, does not fit {meter.limit_bytes / GIB:.3g} GiB, of which "
             f"{meter.in_use_bytes() / GIB:.3g} GiB hold the model and its like{f' ({reason})' if reason else ''}. Set a "
-            "lower generator.max_context_length (data.max_length), model.gradient_checkpointing=true, more ranks with "
-            "strategy=fsdp2, or a larger trainer.memory_budget_gb"
+            "lower generator.max_context_length (data.max_length), model.gradient_checkpointing=true, "
+            "strategy.cpu_offload=optimizer, more ranks with strategy=fsdp2, or a larger trainer.memory_budget_gb"
         )
 
 
@@ -337,7 +337,8 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
         + (f" in {engine.strategy.num_shards} shards" if engine.strategy.sharded else "")
         + (f", experts over {engine.strategy.expert_ranks}" if engine.strategy.expert_ranks > 1 else "")
-        + (", whole gradients" if engine.strategy.keeps_whole_gradients else ""),
+        + (", whole gradients" if engine.strategy.keeps_whole_gradients else "")
+        + (", state in the host" if engine.state_in_host else ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "limit_bytes": str(limit_bytes),
         "margin": str(limits.margin),

@@ -295,7 +295,8 @@ def placement_report(config: Config, devices: Devices) -> PlacementReport:
     trainer, placement = config.trainer, config.placement
     return PlacementReport(
         backend=placement.backend,
-        strategy=part_name(config.strategy.name),
+        strategy=part_name(config.strategy.name)
+        + (", optimizer state in the host" if config.strategy.offloads_state else ""),
         gpus_needed=gpus_needed(config),
         gpus_found=devices.num_gpus,
         found_in=devices.source,

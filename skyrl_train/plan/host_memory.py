@@ -91,6 +91,8 @@ def _owners(
             yield f"{role}, while others have its devices", ranks * model.resident_bytes("scoring")
         if ranks and model.share.cpu_offload and trained:
             yield f"{role}, by strategy.cpu_offload", ranks * on_a_rank * (state + 4)
+        if ranks and model.state_in_host_bytes:
+            yield f"{role}, optimizer state by strategy.cpu_offload", ranks * model.state_in_host_bytes
         if ranks and trained and config.trainer.background_checkpoints:
             yield f"{role}, copy that a checkpoint is written from", ranks * on_a_rank * state
     engines = seats.get("engine", 0)

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 from skyrl_train.config.bundles import Role, shares_devices
 from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, run_models
 from skyrl_train.config.parts import OPTIMIZERS
-from skyrl_train.config.placement import mesh_sizes
+from skyrl_train.config.placement import STATE_BUCKET_BYTES, mesh_sizes
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError, ModelError, Violation
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_architecture
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
 from skyrl_train.plan.host_memory import HostMemory, host_lines, plan_host_memory
+from skyrl_train.plan.scale import Device
 from skyrl_train.wording import three_digits
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _PROCESS_BYTES = 550_000_000
 """Of a run's process on a CPU without a model: Python, PyTorch and transformers, measured on Linux."""
+_ALL = 1 << 60
+"""More bytes than any state has."""
 _CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
 
@@ -81,6 +84,8 @@ class DeviceMemory:
     """What models keep on that device meanwhile."""
     effort: str = ""
     """How passes were predicted, and how long that took."""
+    moved_bytes: int = 0
+    """Optimizer state that comes from the host in a step of the optimizer, and goes back to it."""
     host: HostMemory | None = None
     """What a node keeps in its own memory; None on a CPU, where that is the device's."""
 
@@ -102,7 +107,7 @@ class DeviceMemory:
                     f"such row takes {gigabytes(each.peak_bytes)}, and {gigabytes(max(0, each.limit_bytes))} are there",
                     value=str(self.longest),
                     remedy="shorter rows, strategy=fsdp2 over more ranks, model.gradient_checkpointing=true, "
-                    "strategy.cpu_offload=true, model.lora.rank=32, or devices that the models do not share",
+                    "strategy.cpu_offload=optimizer (or true), model.lora.rank=32, or devices that the models do not share",
                 )
 
     def _no_engine(self) -> Iterator[Violation]:
@@ -140,6 +145,12 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
         yield (
             f"{'engine':<10} {gigabytes(memory.engine_bytes)} while it generates, beside "
             f"{gigabytes(memory.resident_bytes)} of models"
+        )
+    if memory.moved_bytes:
+        seconds = 2 * memory.moved_bytes / Device.host_rate
+        yield (
+            f"{'optimizer':<10} {gigabytes(memory.moved_bytes)} in the host (strategy.cpu_offload=optimizer): each of its "
+            f"steps moves them here and back, {seconds:.2g} s"
         )
     if memory.host and memory.host.owners:
         yield "a node keeps in its own memory:"
@@ -193,6 +204,7 @@ def plan_memory(
         engine_bytes=int(engine * device_bytes),
         resident_bytes=sum(at_rest[role] for role in with_engine) if engine else 0,
         effort=effort.line(),
+        moved_bytes=max(each.state_in_host_bytes for each in models.values()),
         host=None if config.platform.name == "cpu" else plan_host_memory(config, models, layout_of(config)),
     )
 
@@ -270,17 +282,18 @@ def head_violations(config: Config) -> Iterator[Violation]:
 def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort: Effort) -> PredictedPasses:
     model, longest = settings.model, config.generator.max_context_length
     architecture = read_architecture(model.path, revision=model.revision)
-    mesh = mesh_sizes(settings.strategy, num_ranks)
+    sizes, mesh = model_sizes(model.path, revision=model.revision), mesh_sizes(settings.strategy, num_ranks)
     share = DeviceShare(
         num_shards=mesh.shard,
         sequence=mesh.sequence,
         tensor_ranks=mesh.tensor,
         sharded=settings.strategy.kind == "fsdp2",  # a custom one has whole models, as far as is known
         expert_ranks=settings.strategy.expert_parallel_size,
-        cpu_offload=settings.strategy.cpu_offload,
+        cpu_offload=settings.strategy.offloads_all,
         gradient_sync=settings.strategy.gradient_sync,
         device_bytes=int(config.plan.device_memory_gb * 1e9),
-        state_bytes=_state_bytes(settings),
+        state_bytes=(state_bytes := _state_bytes(settings)),
+        state_at_once=_state_at_once(settings, -(-state_bytes * sizes.largest_parameter // (mesh.shard * mesh.tensor))),
         compute_bytes=2 if model.dtype == "bfloat16" else 4,
         frozen_bytes=2 if model.dtype == "bfloat16" else 4,
         is_scored_only=settings.optimizer is None,
@@ -289,7 +302,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
     )
     return PredictedPasses(
         settings=settings,
-        sizes=model_sizes(model.path, revision=model.revision),
+        sizes=sizes,
         config=architecture,
         longest=longest,
         image_tokens=min(longest, config.data.max_prompt_length),
@@ -357,6 +370,14 @@ def _state_bytes(settings: LearnerSettings) -> int:
     if settings.optimizer is None:
         return 0
     return 0 if OPTIMIZERS.name_of(settings.optimizer.name) == "sgd" else 8
+
+
+def _state_at_once(settings: LearnerSettings, largest_bytes: int) -> int | None:
+    """As `DeviceShare.state_at_once`. `largest_bytes`: the state of the largest parameter. See `learner/optimizer.py`."""
+    if settings.optimizer is None or not settings.strategy.offloads_state:
+        return None
+    in_buckets = OPTIMIZERS.name_of(settings.optimizer.name) == "adamw"
+    return max(STATE_BUCKET_BYTES, largest_bytes) if in_buckets else _ALL
 
 
 def _pass(predicted: PredictedPasses, role: str, phase: Phase, limit_bytes: int, *, one_row: bool) -> PassMemory:

@@ -296,7 +296,7 @@ def storage_items(
             when="every batch",
         )
         yield Storage(
-            what="policy's weights, gradients and optimizer state on each rank",
+            what="policy's weights, gradients and optimizer state of each rank",
             kind="kept",
             num_bytes=ceil_div(state + 4 * num_parameters, policy_shards),
             when="all the time; activations come on top",

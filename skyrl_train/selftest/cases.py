@@ -121,6 +121,7 @@ def _strategies() -> list[Case]:
             ("fsdp2", "float32"),
             ("fsdp2", "bfloat16"),
             ("fsdp2_cpu_offload", "bfloat16"),
+            ("fsdp2_state_in_host", "bfloat16"),
             ("ddp", "bfloat16"),
         )
     ]

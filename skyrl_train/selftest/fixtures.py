@@ -122,6 +122,7 @@ def make_learner(
     checkpointing: bool = True,
     compiled: bool = False,
     strategy: ModelStrategy | None = None,
+    state_in_host: bool = False,
 ) -> PolicyLearner:
     """A policy on `device`, as a run would build it; `dtype` float64 computes all of it in float64."""
     set_numerics(deterministic=False)
@@ -138,6 +139,7 @@ def make_learner(
         micro_batching=make_micro_batch_strategy(trainer),
         dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
         optimizer=OptimizerConfig(lr=1e-3),
+        state_in_host=state_in_host,
         total_optimizer_steps=10,
         strategy=strategy,
     )

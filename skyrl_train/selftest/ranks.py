@@ -44,6 +44,7 @@ _NUM_WORDS = 1 << 20
 _STRATEGIES = {
     "fsdp2": StrategyConfig(name="fsdp2"),
     "fsdp2_cpu_offload": StrategyConfig(name="fsdp2", cpu_offload=True),
+    "fsdp2_state_in_host": StrategyConfig(name="fsdp2", cpu_offload="optimizer"),
     "ddp": StrategyConfig(name="ddp"),
     "sequence_parallel": StrategyConfig(name="fsdp2", sequence_parallel_size=2),
     "tensor_parallel": StrategyConfig(name="fsdp2", tensor_parallel_size=2),
@@ -153,7 +154,8 @@ def strategy_step(context: Context, *, name: str, dtype: str) -> str:
     # once ranks have met, transformers writes models on the first alone
     reference = make_reference(save_model(folder, experts=experts))
     strategy = _strategy(chosen, context, _join(context), dtype=getattr(torch, dtype))
-    learner = make_learner(folder, context.device, dtype=dtype, strategy=strategy)
+    in_host = chosen.offloads_state
+    learner = make_learner(folder, context.device, dtype=dtype, strategy=strategy, state_in_host=in_host)
     shard = _own_rows(reference.step, context, chosen.ranks_per_share)
     learner.forward_backward(shard)
     strategy.reduce_gradients(learner.engine.parameters.values())
@@ -190,7 +192,7 @@ def _strategy(chosen: StrategyConfig, context: Context, device: torch.device, *,
         num_ranks=context.num_ranks,
         device=device,
         dtype=dtype,
-        cpu_offload=chosen.cpu_offload,
+        cpu_offload=chosen.offloads_all,
         group=SequenceGroup(size, timeout_s=_TIMEOUT_S) if size > 1 else None,
         mesh=RankMesh(sizes=mesh_sizes(chosen, context.num_ranks), device_type=device.type, timeout_s=_TIMEOUT_S),
     )

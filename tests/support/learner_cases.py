@@ -115,6 +115,7 @@ def make_learner(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
+    state_in_host: bool = False,
 ) -> PolicyLearner:
     """A learner on the model in `folder`; `double` computes in float64, `dtype` is that of the forward pass else."""
     model_config = ModelConfig(path=str(folder), gradient_checkpointing=gradient_checkpointing)
@@ -129,6 +130,7 @@ def make_learner(
         micro_batching=fixed_rows(rows_per_micro_batch, layout),
         dtype=dtype,
         optimizer=(optimizer or OptimizerConfig(lr=1e-2)) if role == "policy" else None,
+        state_in_host=state_in_host,
         total_optimizer_steps=total_optimizer_steps,
         total_documents=total_documents,
     )

@@ -19,8 +19,9 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
 from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 
-FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8)}
-"""On GPUs of 80 GB, trained in full with AdamW."""
+STATE_IN_HOST = {("7B", 1): 1, ("32B", 8): 2}
+"""What fits GPUs of 80 GB, trained in full with AdamW, as its optimizer's state is in host memory: GPUs of each engine."""
+FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8), *STATE_IN_HOST}
 
 OFFLOADED = {
     ("7B", 1): (1, 1),
@@ -64,7 +65,9 @@ def test_each_size_is_placed_on_all_gpus_or_refused_with_a_remedy_that_works(
             assert gpus_needed(again) == count
     else:
         assert (size, count) in FITS
-        assert engines(placed) == (count, 1)
+        size_of_engine = STATE_IN_HOST.get((size, count), 1)
+        assert engines(placed) == (count // size_of_engine, size_of_engine)
+        assert (placed.strategy.cpu_offload == "optimizer") == ((size, count) in STATE_IN_HOST)
         assert (placed.placement.colocate_all, placed.placement.policy_num_workers) == (True, count)
         assert gpus_needed(placed) == count
         assert validate_config(placed) == []
@@ -190,6 +193,8 @@ def test_the_plan_of_a_machine_without_a_gpu_says_that_it_was_made_for_one(capsy
 
 
 def test_a_plan_for_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stated place of the optimizer's state is not another's to choose."""
     arguments = ["+experiment=gsm8k_multiturn", "platform=gpu", "placement.num_gpus=1", "model.path=Qwen/Qwen2.5-7B"]
+    arguments.append("strategy.cpu_offload=false")
     assert plan_main(arguments) == 2
     assert "strategy.cpu_offload=true" in capsys.readouterr().out

@@ -167,6 +167,29 @@ def test_shards_are_equal_parts_and_may_lie_in_host_memory() -> None:
     assert whole["gradients"] == 4000, "kept whole until the last micro-batch of a step"
 
 
+def test_state_in_the_host_is_on_the_device_in_part_while_the_optimizer_steps() -> None:
+    share = DeviceShare(state_at_once=3000)
+    assert share.resident(COUNTS, training=True) == {"parameters": 4000, "gradients": 4000}
+    assert share.stepping(COUNTS) == {"parameters": 4000, "gradients": 4000, "optimizer state": 3000}
+    assert DeviceShare().stepping(COUNTS) == {}
+    shards = replace(share, num_shards=4, sharded=True, gradient_sync="step")
+    assert shards.resident(COUNTS, training=True)["gradients"] == 4000, "whole while passes go on"
+    assert shards.stepping(COUNTS) == {"parameters": 1000, "gradients": 1000, "optimizer state": 2000}
+
+
+def test_a_step_that_holds_more_than_its_passes_is_the_peak(tmp_path: Path) -> None:
+    passes = predicted(save_tiny_model(tmp_path / "model"), strategy=StrategyConfig(cpu_offload="optimizer"))
+    parameters = passes.counts.total
+    assert passes.state_in_host_bytes == 8 * parameters
+    small = replace(passes, share=replace(passes.share, state_at_once=1), _probers=passes._probers)
+    assert passes.estimate("scoring", 1) == small.estimate("scoring", 1)
+    in_pass, in_step = small.estimate("training", 1), passes.estimate("training", 1)
+    assert "optimizer state" not in in_pass.kinds
+    assert in_step.moment == "in the optimizer's step"
+    assert in_step.peak_bytes == 16 * parameters > in_pass.peak_bytes
+    assert not passes.fits_one_row("training", in_step.peak_bytes - 1)
+
+
 def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
     shares = DeviceShare(num_shards=4, sharded=True, compute_bytes=2)
     assert shares.exchanged(COUNTS, training=True) == {

@@ -75,6 +75,17 @@ def test_what_does_not_fit_is_refused_with_each_owner() -> None:
     assert host_of(replace(config, trainer=plain)).violations() == ()
 
 
+def test_an_optimizers_state_in_the_host_counts_whether_or_not_the_device_is_shared() -> None:
+    parameters = model_sizes("Qwen2.5-7B").parameters
+    config = config_of("Qwen2.5-7B")
+    config = replace(config, strategy=replace(config.strategy, cpu_offload="optimizer"))
+    owners = host_of(config).owners
+    assert owners["policy, optimizer state by strategy.cpu_offload"] == pytest.approx(8 * parameters, rel=1e-6)
+    assert owners["policy, while others have its devices"] == pytest.approx(4 * parameters, rel=1e-6)
+    apart = replace(config, placement=replace(config.placement, colocate_all=False))
+    assert host_of(apart).owners["policy, optimizer state by strategy.cpu_offload"] == pytest.approx(8 * parameters)
+
+
 def test_offloaded_state_is_in_the_host_and_models_of_their_own_devices_are_not() -> None:
     config = config_of("Qwen2.5-7B")
     config = replace(config, strategy=replace(config.strategy, cpu_offload=True))
