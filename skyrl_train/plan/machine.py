@@ -24,6 +24,8 @@ from skyrl_train.plan.time import FORWARD_SHARE, Rates, Work, sampled_share
 
 _OPERATORS = 30
 """Operators of a decoder layer's forward: norms, products, rotation, attention, activation, sums."""
+_RECOMPUTED = 4 / 3
+"""Of layers, where activations are recomputed: a forward more, beside a forward and a backward of two."""
 _OPTIMIZER_BYTES = 7 * 4
 """Read and written of each parameter by AdamW: the parameter, its gradient, two averages."""
 
@@ -59,7 +61,7 @@ class MachineRates:
     forward_share: float = FORWARD_SHARE
     """How much faster a position is scored than trained."""
 
-    def cost(self, shape: ModelShape) -> CostModel:
+    def cost(self, shape: ModelShape, *, recomputes: bool = False) -> CostModel:
         """What a forward and backward of the model costs, in seconds."""
         linear = self._at(self.trained_flops, shape)
         layers = DeviceRates(
@@ -69,10 +71,13 @@ class MachineRates:
             read_bytes=self.read_bytes,
         )
         cost = CostModel.of_model(shape, layers)
+        more = _RECOMPUTED if recomputes else 1.0
         return replace(
             cost,
+            per_position=cost.per_position * more,
+            per_pair=cost.per_pair * more,
             per_loss_token=cost.per_loss_token * linear / self.head_flops,
-            per_call=self.pass_s + shape.num_layers * self.layer_s,
+            per_call=self.pass_s + shape.num_layers * self.layer_s * more,
         )
 
     def engine(self, shape: ModelShape, *, number_bytes: int, slots: int) -> EngineRates:
@@ -149,14 +154,23 @@ def predicted_rates(
         work: What a step computes, as positions and tokens.
     """
     policy, ranks = shapes["policy"], work.num_ranks
-    update_s = sum(
-        _optimizer_seconds(
-            machine, shapes[each.role], plan, lengths, each, trained_share=0.0 if config.model.lora.rank else 1.0
+
+    def positions_trained(*, recomputes: bool) -> float:
+        seconds = sum(
+            _optimizer_seconds(
+                machine,
+                shapes[each.role],
+                plan,
+                lengths,
+                each,
+                trained_share=0.0 if config.model.lora.rank else 1.0,
+                recomputes=recomputes,
+            )
+            for each in estimates
+            if each.training
         )
-        for each in estimates
-        if each.training
-    )
-    trained = work.trained_positions / ranks / update_s
+        return work.trained_positions / ranks / seconds
+
     generator = config.generator
     slots = generator.max_batch_size
     if generator.backend == "vllm":
@@ -173,8 +187,8 @@ def predicted_rates(
     return Rates(
         source=f"{machine.source}; without environments, rewards and checkpoints",
         generated=work.sampled_tokens / ranks / made_s,
-        scored=trained * machine.forward_share,
-        trained=trained,
+        scored=positions_trained(recomputes=False) * machine.forward_share,
+        trained=positions_trained(recomputes=config.model.recomputes),
         every_step_s=sync_s,
         sync_s=sync_s,
         each_time_s=(0.0, _rollout_seconds(engine, lengths, evaluated, same_prompt=1, longer=longer)),
@@ -207,6 +221,7 @@ def _optimizer_seconds(
     estimate: PassEstimate,
     *,
     trained_share: float,
+    recomputes: bool,
 ) -> float:
     """Of the optimizer steps of one model and training batch, on the rank with the most."""
     learner = next(each for each in plan.learners if each.role == estimate.role)
@@ -215,7 +230,7 @@ def _optimizer_seconds(
     # Of a prefix that rows share, pairs are computed once, too.
     computed = min(1.0, estimate.computed_tokens / estimate.num_tokens)
     pairs = estimate.num_rows * float((lengths.all_rows.astype(float) ** 2).mean()) / 2 * computed
-    seconds = machine.cost(shape).of(
+    seconds = machine.cost(shape, recomputes=recomputes).of(
         np.float64(own * estimate.computed_tokens),
         np.float64(own * pairs),
         np.float64(estimate.micro_batches_per_rank),
