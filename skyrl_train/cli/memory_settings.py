@@ -35,10 +35,8 @@ def settle(config: C) -> C:
 
 def with_memory_settings(config: C, memory_gb: float, announce: Callable[[str], object] = lambda _: None) -> C:
     """Return the config, whose placement is chosen, with `model.gradient_checkpointing` and `placement.offload` as they were
-    recorded, or as they follow from a device of `memory_gb`, 0 where that is not known; `derived` says why.
-
-    `announce`: told that a prediction will take a while, where nothing is remembered of the model.
-    """
+    recorded, or as they follow from a device of `memory_gb`, 0 where that is not known; `derived` says why. `announce`: as
+    in `plan_memory`."""
     if "auto" not in (config.model.gradient_checkpointing, config.placement.offload):
         return config
     trainer = config.trainer

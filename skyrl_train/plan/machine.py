@@ -61,8 +61,8 @@ class MachineRates:
     forward_share: float = FORWARD_SHARE
     """How much faster a position is scored than trained."""
 
-    def cost(self, shape: ModelShape, *, recomputes: bool = False) -> CostModel:
-        """What a forward and backward of the model costs, in seconds."""
+    def cost(self, shape: ModelShape, *, more: float = 1.0) -> CostModel:
+        """What a forward and backward of the model costs, in seconds; `more`: how often that of its layers."""
         linear = self._at(self.trained_flops, shape)
         layers = DeviceRates(
             linear_flops=linear,
@@ -71,7 +71,6 @@ class MachineRates:
             read_bytes=self.read_bytes,
         )
         cost = CostModel.of_model(shape, layers)
-        more = _RECOMPUTED if recomputes else 1.0
         return replace(
             cost,
             per_position=cost.per_position * more,
@@ -154,23 +153,14 @@ def predicted_rates(
         work: What a step computes, as positions and tokens.
     """
     policy, ranks = shapes["policy"], work.num_ranks
-
-    def positions_trained(*, recomputes: bool) -> float:
-        seconds = sum(
-            _optimizer_seconds(
-                machine,
-                shapes[each.role],
-                plan,
-                lengths,
-                each,
-                trained_share=0.0 if config.model.lora.rank else 1.0,
-                recomputes=recomputes,
-            )
-            for each in estimates
-            if each.training
-        )
-        return work.trained_positions / ranks / seconds
-
+    more = _RECOMPUTED if config.model.recomputes else 1.0
+    adapted = 0.0 if config.model.lora.rank else 1.0
+    update_s = sum(
+        _optimizer_seconds(machine, shapes[each.role], plan, lengths, each, trained_share=adapted, more=more)
+        for each in estimates
+        if each.training
+    )
+    trained = work.trained_positions / ranks / update_s
     generator = config.generator
     slots = generator.max_batch_size
     if generator.backend == "vllm":
@@ -187,8 +177,8 @@ def predicted_rates(
     return Rates(
         source=f"{machine.source}; without environments, rewards and checkpoints",
         generated=work.sampled_tokens / ranks / made_s,
-        scored=positions_trained(recomputes=False) * machine.forward_share,
-        trained=positions_trained(recomputes=config.model.recomputes),
+        scored=trained * more * machine.forward_share,
+        trained=trained,
         every_step_s=sync_s,
         sync_s=sync_s,
         each_time_s=(0.0, _rollout_seconds(engine, lengths, evaluated, same_prompt=1, longer=longer)),
@@ -221,7 +211,7 @@ def _optimizer_seconds(
     estimate: PassEstimate,
     *,
     trained_share: float,
-    recomputes: bool,
+    more: float,
 ) -> float:
     """Of the optimizer steps of one model and training batch, on the rank with the most."""
     learner = next(each for each in plan.learners if each.role == estimate.role)
@@ -230,7 +220,7 @@ def _optimizer_seconds(
     # Of a prefix that rows share, pairs are computed once, too.
     computed = min(1.0, estimate.computed_tokens / estimate.num_tokens)
     pairs = estimate.num_rows * float((lengths.all_rows.astype(float) ** 2).mean()) / 2 * computed
-    seconds = machine.cost(shape, recomputes=recomputes).of(
+    seconds = machine.cost(shape, more=more).of(
         np.float64(own * estimate.computed_tokens),
         np.float64(own * pairs),
         np.float64(estimate.micro_batches_per_rank),
