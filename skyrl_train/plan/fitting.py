@@ -41,16 +41,16 @@ def recomputing(config: C, value: Literal["auto", True, False]) -> C:
 
 def positions_that_fit(config: AnyConfig, memory_gb: float, announce: Announce = lambda _: None) -> int:
     """Return how many positions of a training micro-batch fit a device of `memory_gb`, on the trained model with the fewest,
-    no more than `wanted_positions` where micro-batches size themselves; 0 where a model does not fit at all.
+    up to `wanted_positions`; 0 where a model does not fit at all.
 
     Raises ModelError where nothing is known of a model.
     """
     wanted = wanted_positions(config.trainer, _longest(config))
     if isinstance(config, SFTConfig):
-        config = replace(config, trainer=replace(config.trainer, max_positions=wanted))
+        config = replace(config, trainer=replace(config.trainer, micro_batching="auto", max_positions=wanted))
         return _positions_of_sft(config, memory_gb, announce)
-    # What is traced stays small, and compiling for each candidate would take minutes.
-    trainer = replace(config.trainer, memory_probe="trace", max_positions=wanted)
+    # As if they sized themselves, so that no more is traced than is asked; compiling would take minutes.
+    trainer = replace(config.trainer, micro_batching="auto", memory_probe="trace", max_positions=wanted)
     plan = replace(config.plan, device_memory_gb=memory_gb)
     memory = plan_memory(replace(config, plan=plan, trainer=trainer), largest_only=True, announce=announce)
     if memory is None or not memory.engine_fits or not all(each.budget for each in memory.passes):
