@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from skyrl_train.cli.auto_placement import ASSUMED_MEMORY_GB, place
+from skyrl_train.cli.auto_placement import place
 from skyrl_train.cli.derived import recorded_settings
 from skyrl_train.config.platform import local_devices
 from skyrl_train.config.schema import Config
@@ -27,10 +27,10 @@ _ENGINE_SHARE = "generator.vllm.gpu_memory_utilization"
 def settle(config: C) -> C:
     """Return the config of a run that trains, with its placement chosen and nothing left at `auto` that depends on the
     memory of a device. Raises ConfigError where no placement can be chosen."""
-    placement, memory_gb = config.placement, 0.0
-    if config.platform.name == "gpu":
-        memory_gb = placement.gpu_memory_gb or local_devices().memory_gb
-    return with_memory_settings(place(config), memory_gb or (ASSUMED_MEMORY_GB if placement.auto else 0.0))
+    memory_gb = 0.0
+    if config.platform.name == "gpu":  # nothing is assumed here: what does not fit would fail in the run
+        memory_gb = config.placement.gpu_memory_gb or local_devices().memory_gb
+    return with_memory_settings(place(config), memory_gb)
 
 
 def with_memory_settings(config: C, memory_gb: float, announce: Callable[[str], object] = lambda _: None) -> C:

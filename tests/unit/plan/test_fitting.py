@@ -125,12 +125,14 @@ def test_micro_batches_that_are_stated_have_to_fit_and_those_that_size_themselve
 
 
 def test_models_move_where_a_critic_is_trained_on_ray(small: Path) -> None:
-    config = replace(placed(small, 141), critic=CriticConfig(model=CriticModelConfig(path="policy")))
+    alone = placed(small, 141, "model.gradient_checkpointing=true")
+    config = replace(alone, critic=CriticConfig(model=CriticModelConfig(path="policy")))
     assert with_memory_settings(config, 141).placement.offload is True
     (violation,) = validate_config(replace(config, placement=replace(config.placement, offload=False)))
     assert violation.field == "placement.offload"
 
 
+@pytest.mark.slow
 def test_supervised_training_is_decided_alike(small: Path) -> None:
     plain = SFTConfig()
     config = replace(
