@@ -147,7 +147,7 @@ def _type_text(annotation: Any) -> str:
     if is_optional(annotation):
         return f"{_type_text(strip(annotation))}, or null"
     if origin is Literal:
-        return ", ".join(f"`{as_typed(choice)}`" for choice in get_args(annotation))
+        return ", ".join(f"`{str(each).lower() if isinstance(each, bool) else each}`" for each in get_args(annotation))
     if origin is tuple:
         items = get_args(annotation)
         return f"list of {_type_text(items[0])}" + ("" if items[-1] is Ellipsis else f", {len(items)} of them")

@@ -257,7 +257,7 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
     for choice in choices:
         if value == choice and type(value) is type(choice):
             return choice
-    names = [as_typed(choice) for choice in choices]
+    names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
     remedy = did_you_mean(str(value), names) or f"choose one, e.g. {names[0]}"
     raise _Refused(f"must be one of {', '.join(names)}", remedy)
 
