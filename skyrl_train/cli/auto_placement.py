@@ -25,6 +25,7 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.memory.model_sizes import ModelSizes, model_sizes
+from skyrl_train.plan.fitting import recomputing
 from skyrl_train.plan.memory import plan_memory
 from skyrl_train.wording import counted
 
@@ -50,7 +51,10 @@ _CHECKPOINTING, _OFFLOAD, _ADAPTER = (
     "model.lora.rank=32",
 )
 _SETTINGS: Mapping[str, Callable[[Config], Config]] = {
-    _CHECKPOINTING: lambda config: replace(config, model=replace(config.model, gradient_checkpointing=True)),
+    # auto is tried with it already
+    _CHECKPOINTING: lambda config: (
+        config if config.model.gradient_checkpointing == "auto" else recomputing(config, True)
+    ),
     _OFFLOAD: lambda config: replace(config, strategy=replace(config.strategy, cpu_offload=True)),
     _ADAPTER: lambda config: replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=32))),
 }
@@ -288,6 +292,8 @@ class _Choice:
         traced = replace(placed.trainer, memory_probe="trace")  # compiling for each candidate would take minutes
         host_gb = placed.placement.host_memory_gb or self.devices.host_memory_gb
         placed = replace(placed, placement=replace(placed.placement, host_memory_gb=host_gb))
+        if placed.model.gradient_checkpointing == "auto":
+            placed = recomputing(placed, True)  # what it comes to where nothing else fits
         try:
             memory = plan_memory(replace(placed, plan=plan, trainer=traced), one_row=True)
         except ModelError:  # nothing is known of a model whose step cannot be traced

@@ -141,12 +141,18 @@ def _parameters(path: str, revision: str | None) -> int:
 
 def _recorded(root: DictConfig) -> Mapping[str, Any]:
     """Return the settings, by name, of the checkpoint that the run goes on from; nothing where it begins anew."""
-    mode, path = (_selected(root, f"trainer.{name}") for name in ("resume_mode", "resume_path"))
+    mode, path = (str(_selected(root, f"trainer.{name}") or "") for name in ("resume_mode", "resume_path"))
+    return recorded_settings(mode, str(_selected(root, "output_dir")), path)
+
+
+def recorded_settings(mode: str, output_dir: str, path: str) -> Mapping[str, Any]:
+    """Return the settings, by name, of the checkpoint that a run in `output_dir` goes on from, by `trainer.resume_mode` and
+    `trainer.resume_path`; nothing where it begins anew."""
     if mode == "none":
         return {}
     try:
-        own = _newest_state(Path(str(_selected(root, "output_dir"))).expanduser()) if mode != "from_path" else None
-        file = own or (_newest_state(Path(str(path)).expanduser()) if mode in ("from_path", "fork") and path else None)
+        own = _newest_state(Path(output_dir).expanduser()) if mode != "from_path" else None
+        file = own or (_newest_state(Path(path).expanduser()) if mode in ("from_path", "fork") and path else None)
         settings = {} if file is None else read_json(file)["config"]
     except (OSError, ValueError, KeyError, TypeError):  # told where the run goes on from it
         return {}

@@ -22,6 +22,7 @@ from skyrl_train.cli import preflight
 from skyrl_train.cli.auto_placement import place_for_plan
 from skyrl_train.cli.composition import as_in_a_run, load_node
 from skyrl_train.cli.machine import task_violations
+from skyrl_train.cli.memory_settings import with_memory_settings
 from skyrl_train.cli.preflight import config_loader
 from skyrl_train.config.mix import MixedDataset, mixed_datasets
 from skyrl_train.config.schema import Config, DataConfig, EnvironmentConfig, ModelConfig, PlanConfig, TrainerConfig
@@ -77,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             config, found, assumed = place_for_plan(config)
             notes += assumed
+            stated, memory_gb = len(config.derived), config.plan.device_memory_gb or config.placement.gpu_memory_gb
+            config = with_memory_settings(config, memory_gb or found.memory_gb, progress.tell)
+            notes += [" ".join(line.split()) for line in config.derived[stated:]]
             placement = placement_report(config, found)
             try:
                 memory = plan_memory(config, announce=progress.tell)

@@ -158,6 +158,10 @@ class LearnerRank:
         """Move the model's memory to the host."""
         self._learner.engine.offloader.offload()
 
+    def release(self) -> None:
+        """Give memory that passes have freed back to the device, for models of other processes."""
+        self._learner.engine.offloader.release()
+
     def onload(self, optimizer: bool) -> None:
         """Bring the model back to its device, with its optimizer's state where asked for."""
         self._learner.engine.offloader.onload(optimizer=optimizer)

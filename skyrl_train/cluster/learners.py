@@ -224,6 +224,7 @@ def start_learner(
             role,
             lambda optimizer: ranks.call(LearnerRank.onload, "score", optimizer),
             lambda: ranks.call(LearnerRank.offload, "generate"),
+            lambda: ranks.call(LearnerRank.release, "generate"),
         )
         return RayLearner(
             group,

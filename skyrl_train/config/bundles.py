@@ -140,6 +140,11 @@ def shares_devices(placement: PlacementConfig, generator: GeneratorConfig, platf
     return placement.colocate_all
 
 
+def leaves_devices(placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig) -> bool:
+    """Whether models and engines that share devices are off them while others work; where nobody has decided they are."""
+    return placement.offload is not False and shares_devices(placement, generator, platform)
+
+
 def num_cpus(layout: Layout) -> int:
     """CPUs that a session of one machine must offer for the layout."""
     return int(sum(bundle.cpus for bundles in layout.groups.values() for bundle in bundles))

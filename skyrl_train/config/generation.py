@@ -61,7 +61,8 @@ class VLLMConfig:
     kv_cache_gib: NonNegativeFloat = 0.0
     """Keys and values of one engine; 0 is a quarter GiB on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
     gpu_memory_utilization: Fraction = 0.8
-    """Share of the device's memory that an engine takes in all (GPU only)."""
+    """Share of the device's memory that an engine takes in all (GPU only), or less where models then stay beside it
+    (`placement.offload=auto`)."""
     max_num_seqs: BatchSize | None = None
     """Sequences that one engine generates together. null: what vLLM takes on such a device by itself, 1,024 on GPUs of 70
     GiB and more, 256 on others and on a CPU."""

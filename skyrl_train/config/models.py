@@ -54,8 +54,9 @@ class ModelConfig:
     weights and optimizer state are float32."""
     attention: LayoutOnly[Literal["auto", "sdpa", "eager", "flash_attention_2"]] = "auto"
     """Attention kernel for the padded layout; auto is sdpa, or eager for a family that does not know it."""
-    gradient_checkpointing: LayoutOnly[bool] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: LayoutOnly[Literal["auto", True, False]] = "auto"
+    """Recompute activations in the backward pass: less memory, and an update takes about a third more time. auto: not where
+    16,384 positions of a micro-batch, or those that are stated, are predicted to fit the device without; never on a CPU."""
     compile: LayoutOnly[bool] = False
     """Compile the decoder layers with torch.compile: one graph for all sizes; takes a while at the first forward."""
     trust_remote_code: Free[bool] = False
@@ -71,6 +72,11 @@ class ModelConfig:
     """`[vision]`: a model of images and text keeps its vision tower as it is."""
     lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
     """Train an adapter."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed; not where nobody has decided (`plan/fitting.py`)."""
+        return self.gradient_checkpointing is True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,7 +152,11 @@ class PlacementConfig:
     inference_num_gpus_per_node: NonNegativeCount = 0
     """GPUs of each of them; 0 follows from the engines."""
     colocate_all: bool = False
-    """Models and engines share devices; each gives its memory up while the others work."""
+    """Models and engines share devices; each gives its memory up while the others work, as `offload` says."""
+    offload: Free[Literal["auto", True, False]] = "auto"
+    """Where models and engines share GPUs: all of them leave for the host's memory while others work (true), or all stay
+    (false). auto: they stay where all are predicted to fit at once, with a micro-batch of the largest model, and engines
+    whose `generator.vllm.gpu_memory_utilization` still has half the context of each sequence; it is then lowered to that."""
     colocate_policy_ref: bool = True
     """Policy and reference share devices."""
     ray_address: Free[str] = ""

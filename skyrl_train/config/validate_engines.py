@@ -31,7 +31,7 @@ SET_BY_TRAINER = {
     "enable_lora": "generator.vllm.lora_sync",
     "enable_prefix_caching": "generator.vllm.prefix_caching",
     "enable_return_routed_experts": "trainer.moe_routing_replay",
-    "enable_sleep_mode": "placement.colocate_all",
+    "enable_sleep_mode": "placement.offload",
     "enforce_eager": "generator.vllm.enforce_eager",
     "generation_config": "generator.sampling",
     "gpu_memory_utilization": "generator.vllm.gpu_memory_utilization",

@@ -269,6 +269,20 @@ def _colocated_engines(placement: PlacementConfig, generator: GeneratorConfig) -
         )
 
 
+def _stays(
+    placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig, critic: CriticConfig
+) -> Iterator[Violation]:
+    shares = generator.has_own_devices and shares_devices(placement, generator, platform)
+    if placement.offload is False and shares and placement.backend == "ray" and critic.model.path:
+        yield Violation(
+            field="placement.offload",
+            rule="must be true with a critic on Ray: micro-batches of the policy are sized before the critic has its "
+            "optimizer's state",
+            value="False",
+            remedy="drop placement.offload",
+        )
+
+
 def _weight_transport(
     generator: GeneratorConfig, platform: PlatformConfig, placement: PlacementConfig
 ) -> Iterator[Violation]:
@@ -338,6 +352,7 @@ ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
     *(partial(_shared_nodes, role=role) for role in ("ref", "critic")),
     _inference,
     _colocated_engines,
+    _stays,
     _weight_transport,
     _full_sync_every,
     *MODEL_STRATEGY_RULES,

@@ -35,7 +35,7 @@ class EngineSettings:
     """Whether an engine with devices of its own has GPUs."""
     in_actor: bool = False
     """Whether the engine is made in a process that does nothing else, rather than in the trainer's."""
-    shares_devices: bool = False
+    leaves_devices: bool = False
     """Whether it has to leave its devices to models between generations (`sleep`, `wake_up`)."""
     adapter: LoraConfig | None = None
     """What is synced: an adapter beside the model's weights; None for all weights."""

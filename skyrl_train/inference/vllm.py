@@ -174,6 +174,10 @@ class VLLMEngine(UpdatableEngine):
         """Free the device for others."""
         self._thread.call(lambda core: core.sleep())
 
+    def sleep_without_weights(self) -> None:
+        """Free the device for others; all weights are sent before the next request."""
+        self._thread.call(lambda core: core.sleep(keeps_weights=False))
+
     def wake_up(self, tag: str) -> None:
         """Take the device again, for `weights` or for the `kv_cache`."""
         self._thread.call(lambda core: core.wake_up(tag))

@@ -276,9 +276,13 @@ class VLLMCore:
             self._engine.abort_request(names)
         self._held[:0] = [self._requests.pop(name) for name in names]
 
-    def sleep(self) -> None:
-        """Free the device for others: weights to the host, key-value cache dropped."""
-        self._engine.sleep(level=1)
+    def sleep(self, *, keeps_weights: bool = True) -> None:
+        """Free the device for others: key-value cache dropped, weights to the host, or dropped where all of them are sent
+        before the next request and nothing else is made of them."""
+        # Level 2 brings back buffers alone. An adapter stands beside weights that are not sent; kernels of quantized layers
+        # have tensors that are neither parameters nor buffers.
+        sent_whole = self._settings.adapter is None and not self._settings.arguments.get("quantization")
+        self._engine.sleep(level=1 if keeps_weights or not sent_whole else 2)
 
     def wake_up(self, tag: str) -> None:
         """Take the device again, for `weights` or for the `kv_cache`."""

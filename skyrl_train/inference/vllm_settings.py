@@ -89,7 +89,7 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         arguments["distributed_executor_backend"] = "mp"
     if gpu:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = settings.shares_devices
+        arguments["enable_sleep_mode"] = settings.leaves_devices
     else:
         # A prompt in one piece rounds the same whatever else is in the batch.
         arguments["enable_chunked_prefill"] = False

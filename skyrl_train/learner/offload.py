@@ -37,16 +37,30 @@ class Offloader:
         reshard(self._model)
         moments = _storages(self._optimizer_tensors(), self._device)
         everything = _storages(self._held(), self._device)
+        of_model = {key: storage for key, storage in everything.items() if key not in moments}
+        self._optimizer_part.copy_out(moments)
+        self._model_part.copy_out(of_model)
+        self._await_copies()
         self._optimizer_part.leave(moments)
-        self._model_part.leave({key: storage for key, storage in everything.items() if key not in moments})
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._model_part.leave(of_model)
+        self.release()
 
     def onload(self, *, optimizer: bool) -> None:
         """The model back on the device, and the optimizer's state where asked for. Idempotent."""
         self._model_part.come_back()
         if optimizer:
             self._optimizer_part.come_back()
+        self._await_copies()
+
+    def release(self) -> None:
+        """Give memory that was freed back to the device."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _await_copies(self) -> None:
+        """Copies are enqueued one behind the other; wait once for all of them."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def require(self, *, optimizer: bool) -> None:
         """Raises SkyrlTrainError where what is about to be used is in the host."""
@@ -65,21 +79,27 @@ class _Part:
     def away(self) -> bool:
         return bool(self._away)
 
-    def leave(self, storages: dict[int, torch.UntypedStorage]) -> None:
+    def copy_out(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Enqueue their copies to the host."""
         for key, storage in storages.items():
             size = storage.nbytes()
             if key not in self._copies or len(self._copies[key]) != size:
                 pinned = storage.device.type == "cuda"
                 self._copies[key] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            self._copies[key].untyped_storage().copy_(storage, non_blocking=False)
+            self._copies[key].untyped_storage().copy_(storage, non_blocking=True)
+
+    def leave(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Empty them, once their copies are whole."""
+        for key, storage in storages.items():
             storage.resize_(0)
             self._away[key] = storage
         self._copies = {key: copy for key, copy in self._copies.items() if key in self._away}
 
     def come_back(self) -> None:
+        """Fill them again: copies are enqueued."""
         for key, storage in self._away.items():
             storage.resize_(len(self._copies[key]))
-            storage.copy_(self._copies[key].untyped_storage(), non_blocking=False)
+            storage.copy_(self._copies[key].untyped_storage(), non_blocking=True)
         self._away = {}
 
 

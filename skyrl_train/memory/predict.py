@@ -256,15 +256,15 @@ class PredictedPasses:
                 f"one row of {self.longest} tokens takes {one_row} bytes in {phase}, of which "
                 f"{self.resident_bytes(phase)} do not depend on it; {limit_bytes} bytes are there"
             )
-        around = self._around(phase, lambda _, peak_bytes: peak_bytes > limit_bytes)
+        batching = self.settings.micro_batching
+        most = 1 << 60
+        if batching.sizes_itself:
+            most = max(self.longest, batching.most_positions(training=phase == "training"))
+        around = self._around(phase, lambda rows, peak_bytes: peak_bytes > limit_bytes or rows * self.longest >= most)
         # The plan leaves its margin free of the whole device; a second one here would count twice.
         fit = fit_memory_model([self._probe(phase, rows) for rows in around], margin=0.0)
         layouts = {"padded": (True,), "auto": (True, False)}.get(self.settings.micro_batching.layout, (False,))
-        fitting = min(fit.token_budget(limit_bytes, self.longest, padded=each) for each in layouts)
-        batching = self.settings.micro_batching
-        if not batching.sizes_itself:
-            return fitting
-        return min(fitting, max(self.longest, batching.most_positions(training=phase == "training")))
+        return min(most, *(fit.token_budget(limit_bytes, self.longest, padded=each) for each in layouts))
 
     def _around(self, phase: Phase, is_enough: Callable[[int, int], bool]) -> tuple[int, int]:
         """The first traced number of rows that `is_enough`, told it and its bytes, and the one before; the last two that
@@ -307,7 +307,7 @@ class PredictedPasses:
     def _compiled(self, rows: int, *, training: bool) -> dict[str, Any]:
         from skyrl_train.memory.xla import CompiledModel
 
-        recomputes = self.settings.model.gradient_checkpointing
+        recomputes = self.settings.model.recomputes
         model = CompiledModel(model=self.sizes, compute_bytes=self.share.compute_bytes, checkpointing=recomputes)
         growing = model.probe(training=training, resident_bytes=0)(rows, self._own_length).peak_bytes
         return {"sections": {"at any moment": growing}, "kept": 0}
@@ -329,7 +329,7 @@ class PredictedPasses:
         heads = self.share.exchanged_heads(self.sizes, positions=positions)
         model = self.settings.model
         if phase == "training" and self.sizes.tower_layers and "vision" not in model.freeze:
-            per_token = self.sizes.tower_bytes(checkpointing=model.gradient_checkpointing)
+            per_token = self.sizes.tower_bytes(checkpointing=model.recomputes)
             heads["vision tower"] = rows * self.image_tokens * per_token
         experts = int(text_part(self.config).get("num_experts_per_tok") or 0)
         return heads | self.share.travelling_tokens(experts * self.sizes.hidden_size, positions=positions)
@@ -367,7 +367,7 @@ class PredictedPasses:
     def _file(self) -> Path:
         own = self.settings
         stamps = source_stamps(_SOURCES)
-        model = {name: getattr(own.model, name) for name in ("dtype", "gradient_checkpointing", "attention", "freeze")}
+        model = {name: getattr(own.model, name) for name in ("dtype", "recomputes", "attention", "freeze")}
         batching = [own.micro_batching.layout, own.merge_turns, self._own_length, self.effort.how]
         loss = [asdict(own.algorithm), own.on_policy, own.temperature]
         share = [self.share.sharded, self.share.device_type, self.share.tensor_ranks]

@@ -260,7 +260,7 @@ def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.devic
             f"model path {model.path!r} cannot be put on device {str(device)!r}: {_reason(error)}. "
             "Set platform.device to one that this machine has, e.g. platform=cpu"
         ) from error
-    if model.gradient_checkpointing:
+    if model.recomputes:
         loaded.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
         )

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from skyrl_train.config.bundles import Layout, Role, shares_devices
+from skyrl_train.config.bundles import Layout, Role, leaves_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
 from skyrl_train.memory.predict import PredictedPasses
@@ -81,7 +81,7 @@ def _seats_by_node(layout: Layout) -> dict[int, Counter[str]]:
 def _owners(
     config: Config, models: Mapping[Role, PredictedPasses], seats: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
-    shared = shares_devices(config.placement, config.generator, config.platform)
+    shared = leaves_devices(config.placement, config.generator, config.platform)
     for role, model in models.items():
         ranks = seats.get(role, 0)
         trained = role != "reference"

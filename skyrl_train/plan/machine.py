@@ -24,6 +24,8 @@ from skyrl_train.plan.time import FORWARD_SHARE, Rates, Work, sampled_share
 
 _OPERATORS = 30
 """Operators of a decoder layer's forward: norms, products, rotation, attention, activation, sums."""
+_RECOMPUTED = 4 / 3
+"""Of layers, where activations are recomputed: a forward more, beside a forward and a backward of two."""
 _OPTIMIZER_BYTES = 7 * 4
 """Read and written of each parameter by AdamW: the parameter, its gradient, two averages."""
 
@@ -59,8 +61,8 @@ class MachineRates:
     forward_share: float = FORWARD_SHARE
     """How much faster a position is scored than trained."""
 
-    def cost(self, shape: ModelShape) -> CostModel:
-        """What a forward and backward of the model costs, in seconds."""
+    def cost(self, shape: ModelShape, *, more: float = 1.0) -> CostModel:
+        """What a forward and backward of the model costs, in seconds; `more`: how often that of its layers."""
         linear = self._at(self.trained_flops, shape)
         layers = DeviceRates(
             linear_flops=linear,
@@ -71,8 +73,10 @@ class MachineRates:
         cost = CostModel.of_model(shape, layers)
         return replace(
             cost,
+            per_position=cost.per_position * more,
+            per_pair=cost.per_pair * more,
             per_loss_token=cost.per_loss_token * linear / self.head_flops,
-            per_call=self.pass_s + shape.num_layers * self.layer_s,
+            per_call=self.pass_s + shape.num_layers * self.layer_s * more,
         )
 
     def engine(self, shape: ModelShape, *, number_bytes: int, slots: int) -> EngineRates:
@@ -149,10 +153,10 @@ def predicted_rates(
         work: What a step computes, as positions and tokens.
     """
     policy, ranks = shapes["policy"], work.num_ranks
+    more = _RECOMPUTED if config.model.recomputes else 1.0
+    adapted = 0.0 if config.model.lora.rank else 1.0
     update_s = sum(
-        _optimizer_seconds(
-            machine, shapes[each.role], plan, lengths, each, trained_share=0.0 if config.model.lora.rank else 1.0
-        )
+        _optimizer_seconds(machine, shapes[each.role], plan, lengths, each, trained_share=adapted, more=more)
         for each in estimates
         if each.training
     )
@@ -173,7 +177,7 @@ def predicted_rates(
     return Rates(
         source=f"{machine.source}; without environments, rewards and checkpoints",
         generated=work.sampled_tokens / ranks / made_s,
-        scored=trained * machine.forward_share,
+        scored=trained * more * machine.forward_share,
         trained=trained,
         every_step_s=sync_s,
         sync_s=sync_s,
@@ -207,6 +211,7 @@ def _optimizer_seconds(
     estimate: PassEstimate,
     *,
     trained_share: float,
+    more: float,
 ) -> float:
     """Of the optimizer steps of one model and training batch, on the rank with the most."""
     learner = next(each for each in plan.learners if each.role == estimate.role)
@@ -215,7 +220,7 @@ def _optimizer_seconds(
     # Of a prefix that rows share, pairs are computed once, too.
     computed = min(1.0, estimate.computed_tokens / estimate.num_tokens)
     pairs = estimate.num_rows * float((lengths.all_rows.astype(float) ** 2).mean()) / 2 * computed
-    seconds = machine.cost(shape).of(
+    seconds = machine.cost(shape, more=more).of(
         np.float64(own * estimate.computed_tokens),
         np.float64(own * pairs),
         np.float64(estimate.micro_batches_per_rank),

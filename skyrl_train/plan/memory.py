@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.bundles import Role, shares_devices
+from skyrl_train.config.bundles import Role, leaves_devices, shares_devices
 from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, run_models
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.placement import STATE_BUCKET_BYTES, mesh_sizes
@@ -35,7 +35,7 @@ _PROCESS_BYTES = 550_000_000
 """Of a run's process on a CPU without a model: Python, PyTorch and transformers, measured on Linux."""
 _ALL = 1 << 60
 """More bytes than any state has."""
-_CONTEXT_BYTES = 1_000_000_000
+CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
 
 
@@ -107,7 +107,8 @@ class DeviceMemory:
                     f"such row takes {gigabytes(each.peak_bytes)}, and {gigabytes(max(0, each.limit_bytes))} are there",
                     value=str(self.longest),
                     remedy="shorter rows, strategy=fsdp2 over more ranks, model.gradient_checkpointing=true, "
-                    "strategy.cpu_offload=optimizer (or true), model.lora.rank=32, or devices that the models do not share",
+                    "strategy.cpu_offload=optimizer (or true), model.lora.rank=32, placement.offload=true, or devices that "
+                    "the models do not share",
                 )
 
     def _no_engine(self) -> Iterator[Violation]:
@@ -163,12 +164,17 @@ def gigabytes(count: int) -> str:
 
 
 def plan_memory(
-    config: Config, *, one_row: bool = False, announce: Callable[[str], object] = lambda _: None
+    config: Config,
+    *,
+    one_row: bool = False,
+    largest_only: bool = False,
+    announce: Callable[[str], object] = lambda _: None,
 ) -> DeviceMemory | None:
     """Predict what passes hold; None where `plan.device_memory_gb` asks for nothing.
 
     Args:
         one_row: Whether it is enough to know that a row fits; budgets are then one row, or 0.
+        largest_only: Whether it is enough to know the largest pass of each model: training, where it is trained.
         announce: Told that a prediction will take a while, where nothing is remembered of the model.
 
     Raises ModelError where a model's config cannot be had, or its step cannot be traced.
@@ -179,22 +185,22 @@ def plan_memory(
         return None
     effort = Effort(how="compiled by XLA" if config.trainer.memory_probe == "xla" else "traced", announce=announce)
     models = models_of(config, effort)
-    one_at_a_time = shares_devices(config.placement, config.generator, config.platform)
+    one_at_a_time = leaves_devices(config.placement, config.generator, config.platform)
     engine = _engine_share(config)
+    beside_models = 0 if one_at_a_time else int(engine * device_bytes)
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
     at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
-    context_bytes = 0 if config.platform.name == "cpu" else _CONTEXT_BYTES
+    context_bytes = 0 if config.platform.name == "cpu" else CONTEXT_BYTES
     passes: list[PassMemory] = []
     for role, predicted in models.items():
         sharing = _sharing(config, role, list(models))
         others = 0 if one_at_a_time else sum(at_rest[other] for other in sharing if other != role)
         contexts = context_bytes * _num_processes(config, len(sharing), engine=engine > 0)
-        limit = device_bytes - margin_bytes - contexts - others
+        limit = device_bytes - margin_bytes - contexts - others - beside_models
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
-        for phase in phases[:1] if one_row else phases:  # a row that can be trained can be scored
+        for phase in phases[:1] if one_row or largest_only else phases:  # what can be trained can be scored
             found = _pass(predicted, role, phase, limit, one_row=one_row)
             passes.append(found if one_row else _beside_measured(config, found, phase, predicted, others))
-    with_engine = [] if one_at_a_time else [role for role in models if config.placement.backend == "inline"]
     return DeviceMemory(
         device_bytes=device_bytes,
         longest=config.generator.max_context_length,
@@ -202,7 +208,7 @@ def plan_memory(
         context_bytes=context_bytes * _num_processes(config, len(models), engine=engine > 0),
         passes=tuple(passes),
         engine_bytes=int(engine * device_bytes),
-        resident_bytes=sum(at_rest[role] for role in with_engine) if engine else 0,
+        resident_bytes=sum(at_rest.values()) if beside_models else 0,
         effort=effort.line(),
         moved_bytes=max(each.state_in_host_bytes for each in models.values()),
         host=None if config.platform.name == "cpu" else plan_host_memory(config, models, layout_of(config)),
@@ -248,7 +254,15 @@ def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:
         "critic": config.placement.critic_num_workers,
     }
     return {
-        settings.role: _predicted(config, settings, ranks[settings.role], effort) for settings in planned_models(config)
+        settings.role: predicted_passes(
+            settings,
+            ranks[settings.role],
+            effort,
+            longest=config.generator.max_context_length,
+            image_tokens=config.data.max_prompt_length,
+            device_bytes=int(config.plan.device_memory_gb * 1e9),
+        )
+        for settings in planned_models(config)
     }
 
 
@@ -279,8 +293,14 @@ def head_violations(config: Config) -> Iterator[Violation]:
                 )
 
 
-def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort: Effort) -> PredictedPasses:
-    model, longest = settings.model, config.generator.max_context_length
+def predicted_passes(
+    settings: LearnerSettings, num_ranks: int, effort: Effort, *, longest: int, image_tokens: int, device_bytes: int
+) -> PredictedPasses:
+    """Return what predicts the passes of one model over rows of at most `longest` tokens, `image_tokens` of them of images.
+
+    Raises ModelError.
+    """
+    model = settings.model
     architecture = read_architecture(model.path, revision=model.revision)
     sizes, mesh = model_sizes(model.path, revision=model.revision), mesh_sizes(settings.strategy, num_ranks)
     share = DeviceShare(
@@ -291,7 +311,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
         expert_ranks=settings.strategy.expert_parallel_size,
         cpu_offload=settings.strategy.offloads_all,
         gradient_sync=settings.strategy.gradient_sync,
-        device_bytes=int(config.plan.device_memory_gb * 1e9),
+        device_bytes=device_bytes,
         state_bytes=(state_bytes := _state_bytes(settings)),
         state_at_once=_state_at_once(settings, -(-state_bytes * sizes.largest_parameter // (mesh.shard * mesh.tensor))),
         compute_bytes=2 if model.dtype == "bfloat16" else 4,
@@ -305,7 +325,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
         sizes=sizes,
         config=architecture,
         longest=longest,
-        image_tokens=min(longest, config.data.max_prompt_length),
+        image_tokens=min(longest, image_tokens),
         share=share,
         effort=effort,
         make_learner=lambda num_layers: _learner_without_weights(settings, of_depth(architecture, num_layers), share),
@@ -428,7 +448,7 @@ def _expected_facts(predicted: PredictedPasses) -> dict[str, str]:
     return {
         "parameters": str(predicted.counts.total),
         "type": settings.model.dtype,
-        "recomputes": str(settings.model.gradient_checkpointing),
+        "recomputes": str(settings.model.recomputes),
         "longest": str(predicted.longest),
         "layout": f"{batching.layout}{', merged turns' if merges else ''}",
         "margin": str(batching.memory_margin),
@@ -449,7 +469,7 @@ def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
 
 
 def _engine_share(config: Config) -> float:
-    """Of the device, where an engine shares it; it sleeps while the models compute."""
+    """Of the device, where an engine shares it."""
     shares = (
         shares_devices(config.placement, config.generator, config.platform)
         and config.generator.has_own_devices

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.bundles import shares_devices
+from skyrl_train.config.bundles import leaves_devices, shares_devices
 from skyrl_train.config.generation import quantizes_itself, ships_adapter
 from skyrl_train.config.parts import ENGINES, WEIGHT_TRANSPORTS
 from skyrl_train.endpoints import Endpoint, LocalEndpoint
@@ -67,7 +67,7 @@ def engine_settings(config: Config) -> EngineSettings:
         deterministic=config.deterministic,
         on_gpu=on_gpu,
         in_actor=config.placement.backend == "ray",
-        shares_devices=shares_devices(config.placement, config.generator, config.platform),
+        leaves_devices=leaves_devices(config.placement, config.generator, config.platform),
         adapter=config.model.lora if ships_adapter(generator) else None,
         in_flight_cache=config.trainer.in_flight_cache if config.trainer.in_flight_updates else None,
         records_routing=config.trainer.moe_routing_replay,
@@ -137,6 +137,7 @@ def _beside_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, sta
     sharing = DeviceSharing(
         lambda: watched,
         shared=shares_devices(config.placement, config.generator, config.platform),
+        moves=leaves_devices(config.placement, config.generator, config.platform),
         record_file=Path(config.output_dir) / "device_turns.jsonl",
     )
     records = _records(config, lambda: watched, sharing, tokenizer)
@@ -163,6 +164,7 @@ def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
     sharing = DeviceSharing(
         group.living,
         shared=shares_devices(config.placement, config.generator, config.platform),
+        moves=leaves_devices(config.placement, config.generator, config.platform),
         record_file=Path(config.output_dir) / "device_turns.jsonl",
         wait_ready=group.wait_ready,
     )

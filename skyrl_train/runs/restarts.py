@@ -182,7 +182,8 @@ def smaller(config: C) -> Iterator[C]:
 
 
 def _resized(config: C, num_nodes: int, per_node: int, engine_nodes: int) -> C:
-    changes: dict[str, Any] = {"inference_num_nodes": engine_nodes}
+    # Each rank holds more, beside which others may have no room.
+    changes: dict[str, Any] = {"inference_num_nodes": engine_nodes, "offload": True}
     for role in ROLES:
         own_nodes = getattr(config.placement, f"{role}_num_nodes")
         own_each = max(1, getattr(config.placement, f"{role}_num_workers") // own_nodes)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.cli.auto_placement import place
+from skyrl_train.cli.memory_settings import settle
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.image_rules import part_violations
 from skyrl_train.config.learners import run_models, scores_entropies
@@ -88,7 +88,7 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody, only_looks: bool = Fal
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
     """
-    config = place(config)
+    config = settle(config)
     if violations := validate_config(config):
         raise ConfigError(violations)
     limit_threads(config)

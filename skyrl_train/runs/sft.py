@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.cli.auto_placement import place
+from skyrl_train.cli.memory_settings import settle
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import RunModels
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_layout, sft_learner_settings, validate_sft
@@ -55,7 +55,7 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
     """
-    config = place(config)
+    config = settle(config)
     if violations := validate_sft(config):
         raise ConfigError(violations)
     config = replace(config, model=pinned(config.model))

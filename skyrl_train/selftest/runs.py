@@ -60,7 +60,10 @@ def vllm_engine(context: Context, *, tensor_parallel_size: int) -> str:
     def answers() -> list[GenerationOutput]:
         return [future.result(120) for future in [engine.submit(request) for request in _requests()]]
 
+    synced: dict[str, Tensor] = {}
+
     def sync(weights: Mapping[str, Tensor]) -> int:
+        synced.update(weights)
         stored = stored_weights(weights)
         engine.begin_update()
         for pending in stored.handed_over(stored.buckets()):
@@ -73,8 +76,12 @@ def vllm_engine(context: Context, *, tensor_parallel_size: int) -> str:
         freed = torch.cuda.mem_get_info()[0] - awake
         engine.wake_up("weights")
         engine.wake_up("kv_cache")
+        engine.sleep_without_weights()
+        engine.wake_up("weights")
+        sync(synced)
+        engine.wake_up("kv_cache")
         assert freed > 0, "sleeping freed no memory"
-        return f"sleep frees {freed / 2**30:.1f} GiB"
+        return f"sleep frees {freed / 2**30:.1f} GiB, and without weights takes those of a sync"
 
     try:
         dtype = "bfloat16" if context.on_cuda else "float32"

@@ -8,8 +8,12 @@ memory there; the others keep theirs in the host:
     update     one model, optimizer and gradients   engines asleep
     sync       the policy's parameters              engines awake for weights, without keys and values
 
-Where they do not share them nobody moves; what is left is that weights are read for an engine that was started again only
-while they are those of the last sync.
+Engines sleep without a copy of their weights where the sync that follows brings all of them: after they have answered, as
+in every step. Should they be asked before, they are sent those of the last sync first.
+
+Where there is room for all at once (`placement.offload=false`) turns are taken and nothing moves. Where they do not share
+devices nobody waits either; what is left is that weights are read for an engine that was started again only while they are
+those of the last sync.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ class _Model:
     """Brings it back, with its optimizer's state where asked for."""
     offload: Callable[[], object]
     """Everything to the host."""
+    release: Callable[[], object]
+    """Gives memory that it has freed back to the device, where it stays."""
 
 
 class DeviceSharing:
@@ -49,6 +55,7 @@ class DeviceSharing:
         engines: Callable[[], Endpoint[UpdatableEngine]] | None = None,
         *,
         shared: bool = False,
+        moves: bool = True,
         record_file: Path | None = None,
         wait_ready: Callable[[], None] = lambda: None,
     ) -> None:
@@ -56,11 +63,12 @@ class DeviceSharing:
         Args:
             engines: Gives those that live; None where a run has none of its own.
             shared: Whether all engines and models are on the same devices.
+            moves: Whether they leave them for others.
             record_file: Gets a line for each move; None writes nothing.
             wait_ready: Returns once the engines have loaded the model.
         """
         self._engines, self.wait_ready = engines, wait_ready
-        self._shared = shared
+        self._shared, self._moves = shared, moves
         self._record_file = record_file
         self._models: dict[str, _Model] = {}
         self._lock = threading.RLock()
@@ -69,6 +77,13 @@ class DeviceSharing:
         self._on_device: dict[str, bool] = {}
         """Models that are there, and whether with their optimizer."""
         self._weights_moved = False
+        self._resend: Callable[[], None] | None = None
+        self._was_synced = self._discarded = False
+        """Whether engines have had a sync, and whether they have no weights since."""
+
+    def resends(self, resend: Callable[[], None]) -> None:
+        """Let engines sleep without weights, since each sync brings all. `resend` brings those of the last one again."""
+        self._resend = resend
 
     @property
     def weights_moved(self) -> bool:
@@ -85,13 +100,20 @@ class DeviceSharing:
         """Whether it is the engines' turn, so that a request need not ask for it."""
         return not self._shared or (self._awake == _AWAKE and not self._on_device)
 
-    def add(self, role: str, onload: Callable[[bool], object], offload: Callable[[], object]) -> None:
+    def add(
+        self,
+        role: str,
+        onload: Callable[[bool], object],
+        offload: Callable[[], object],
+        release: Callable[[], object] = lambda: None,
+    ) -> None:
         """Take in a model that has just been loaded: it leaves the device at once.
 
-        `onload` brings it back, with its optimizer's state where asked for; `offload` moves everything to the host.
+        `onload` brings it back, with its optimizer's state where asked for; `offload` moves everything to the host; where
+        nothing moves, `release` gives back what it has freed.
         """
         with self._lock:
-            self._models[role] = _Model(onload=onload, offload=offload)
+            self._models[role] = _Model(onload=onload, offload=offload, release=release)
             if self._shared:
                 self._on_device[role] = True
                 self._put_off(role)
@@ -100,6 +122,8 @@ class DeviceSharing:
         """Bring the engines to the devices, since requests will be answered."""
         with self._lock:
             if self._shared:
+                if self._discarded and self._resend is not None:
+                    self._resend()
                 for role in list(self._on_device):
                     self._put_off(role)
                 self._wake(_AWAKE)
@@ -124,7 +148,8 @@ class DeviceSharing:
                     self._put_on("policy", optimizer=False)
                 self._wake(_AWAKE[:1])
             yield
-            self._weights_moved = False
+            self._weights_moved = self._discarded = False
+            self._was_synced = True
 
     @contextmanager
     def starting_engine(self, is_given_up: Callable[[], bool]) -> Iterator[None]:
@@ -148,7 +173,7 @@ class DeviceSharing:
                 self._put_off("policy")
             else:
                 yield not self._weights_moved and not self._on_device
-            if self._awake != _AWAKE:
+            if self._moves and self._awake != _AWAKE:
                 engine.call(UpdatableEngine.sleep, "restart")
                 for tag in self._awake:
                     engine.call(UpdatableEngine.wake_up, "restart", tag)
@@ -157,14 +182,20 @@ class DeviceSharing:
         if self._engines is None or not self._awake:
             return
         self.wait_ready()
+        if not self._moves:
+            self._awake = ()
+            return
+        # Those that have not answered since the last sync are about to.
+        self._discarded = self._resend is not None and self._was_synced and self._awake == _AWAKE
         if self._awake != _AWAKE:
             for role in list(self._on_device):
                 self._put_off(role)
             self._wake(_AWAKE)  # vLLM puts to sleep what is wholly awake
         started = time.monotonic()
-        self._engines().call(UpdatableEngine.sleep, "score")
+        sleep = UpdatableEngine.sleep_without_weights if self._discarded else UpdatableEngine.sleep
+        self._engines().call(sleep, "score")
         self._awake = ()
-        self._record("engines sleep", started)
+        self._record("engines sleep" + (", without weights" if self._discarded else ""), started)
 
     def _wake(self, tags: tuple[str, ...]) -> None:
         if self._engines is None:
@@ -173,7 +204,8 @@ class DeviceSharing:
             if tag not in self._awake:
                 started = time.monotonic()
                 phase: Phase = "sync" if tag == _AWAKE[0] else "generate"
-                self._engines().call(UpdatableEngine.wake_up, phase, tag)
+                if self._moves:
+                    self._engines().call(UpdatableEngine.wake_up, phase, tag)
                 self._awake = (*self._awake, tag)
                 self._record(f"engines wake: {tag}", started)
 
@@ -183,18 +215,20 @@ class DeviceSharing:
         for role in roles:
             if role not in self._on_device or (optimizer and not self._on_device[role]):
                 started = time.monotonic()
-                self._models[role].onload(optimizer)
+                if self._moves:
+                    self._models[role].onload(optimizer)
                 self._on_device[role] = optimizer
                 self._record(f"{role} on" + (", with optimizer" if optimizer else ""), started)
 
     def _put_off(self, role: str) -> None:
         started = time.monotonic()
-        self._models[role].offload()
+        leave = self._models[role].offload if self._moves else self._models[role].release
+        leave()
         del self._on_device[role]
         self._models_left.notify_all()
         self._record(f"{role} off", started)
 
     def _record(self, move: str, started: float) -> None:
-        if self._record_file is not None:
+        if self._moves and self._record_file is not None:
             with self._record_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"move": move, "seconds": round(time.monotonic() - started, 4)}) + "\n")

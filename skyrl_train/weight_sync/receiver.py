@@ -92,6 +92,10 @@ class UpdatableEngine:
         """Free the device for others; called where the engine is wholly awake."""
         raise EngineError("this engine cannot leave its device. Set placement.colocate_all=false")
 
+    def sleep_without_weights(self) -> None:
+        """As `sleep`, but no weights need be kept: all of them are sent before the next request."""
+        self.sleep()
+
     def wake_up(self, tag: str) -> None:
         """Take the device again, for `weights` or for the `kv_cache`."""
         raise EngineError(f"this engine cannot leave its device, and so not come back to it for {tag}")

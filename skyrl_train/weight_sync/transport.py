@@ -120,6 +120,8 @@ class WeightSync:
         self._met: object = None
         """Who took part in the last sync, where what changed since can be sent."""
         self._num_since_full = 0
+        if settings.full_sync_every == 1 and not adapter_only:
+            sharing.resends(self._resend)
 
     @property
     def version(self) -> int:
@@ -140,6 +142,16 @@ class WeightSync:
             num_bytes = self._update(weights, engines, self._transport, version, update)
             self._last, self._met = weights, ends
         self._records.add(weights, version, started=started, num_bytes=num_bytes, num_engines=len(engines.members))
+
+    def _resend(self) -> None:
+        """Bring the weights of the last sync to engines that have none. Raises EngineError where the policy has trained."""
+        if self._last is None or self._sharing.weights_moved:
+            raise EngineError(
+                "engines were asked between an update and its weight sync, while they have no weights: this is a fault of "
+                "skyrl_train; placement.offload=false avoids it where there is room"
+            )
+        with self._sharing.syncing():
+            self._update(self._last, self._engines(), self._transport, self._version)
 
     def catch_up(self, engine: Endpoint[UpdatableEngine], then: Callable[[bool], None]) -> None:
         """Bring the weights of the last sync to an engine that was started again, unless the policy has trained since.

@@ -25,18 +25,27 @@ class FakeGroup:
     def offload(self) -> None:
         self._moves.append(f"{self.role} offload")
 
+    def release(self) -> None:
+        self._moves.append(f"{self.role} release")
+
 
 class Shared:
     """Engines, a policy and a reference on the same devices."""
 
-    def __init__(self, folder: Path, *, shared: bool = True) -> None:
+    def __init__(self, folder: Path, *, shared: bool = True, moves: bool = True) -> None:
         self.moves: list[str] = []
         self.record = folder / "turns.jsonl"
-        self.turns = DeviceSharing(lambda: engines(self.moves), shared=shared, record_file=self.record)
+        self.num_waits = 0
+        self.turns = DeviceSharing(
+            lambda: engines(self.moves), shared=shared, moves=moves, record_file=self.record, wait_ready=self.wait_ready
+        )
         self.turns.models()
         for role in ("policy", "reference"):
             group = FakeGroup(role, self.moves)
-            self.turns.add(role, group.onload, group.offload)
+            self.turns.add(role, group.onload, group.offload, group.release)
+
+    def wait_ready(self) -> None:
+        self.num_waits += 1
 
     def told(self) -> list[str]:
         """Since the last call."""
@@ -109,6 +118,27 @@ def test_who_shares_nothing_never_moves(tmp_path: Path) -> None:
     assert alone.turns.weights_moved
     assert alone.turns.engines_serve
     assert not alone.record.exists()
+
+
+def test_where_all_fit_turns_are_taken_and_nothing_moves(tmp_path: Path) -> None:
+    together = Shared(tmp_path, moves=False)
+    turns = together.turns
+    assert together.num_waits == 1, "an engine measures what is free before models come"
+    assert together.told() == ["policy release", "reference release"]
+    with turns.syncing():
+        assert not turns.engines_serve
+    turns.engines()
+    assert turns.engines_serve
+    assert together.told() == ["policy release"]
+    turns.models("reference")
+    assert not turns.engines_serve
+    turns.models("policy", optimizer=True, trains=True)
+    assert together.told() == ["reference release"], "what it computed in is free for the next"
+    with turns.catching_up(engines(together.moves, "one engine: ")) as possible:
+        assert not possible
+    turns.engines()
+    assert together.told() == ["policy release"]
+    assert not together.record.exists()
 
 
 def test_an_engine_is_started_again_where_no_model_is_and_none_comes_meanwhile(shared: Shared) -> None:

@@ -108,6 +108,10 @@ class PretendedEngine(UpdatableEngine):
     def sleep(self) -> None:
         self.told.append("sleep")
 
+    def sleep_without_weights(self) -> None:
+        self.weights.clear()
+        self.told.append("sleep without weights")
+
     def wake_up(self, tag: str) -> None:
         self.told.append(f"wake_up {tag}")
 
@@ -138,10 +142,15 @@ class Parts:
     folder: Path
 
     def sync(
-        self, way: str = "auto", verify: Callable[[int], Probed | None] = lambda version: None, **changes: Any
+        self,
+        way: str = "auto",
+        verify: Callable[[int], Probed | None] = lambda version: None,
+        full_sync_every: int = 1,
+        **changes: Any,
     ) -> WeightSync:
         records = SyncRecords(self.folder / "weight_sync.jsonl", lambda _, version: verify(version), verify_each=False)
-        settings = RouteSettings(files=self.folder / "weights", node_folder=self.folder, timeout_s=5.0)
+        files = self.folder / "weights"
+        settings = RouteSettings(files=files, node_folder=self.folder, timeout_s=5.0, full_sync_every=full_sync_every)
         transport = WEIGHT_TRANSPORTS.resolve(way)
         return WeightSync(lambda: self.watched, transport, settings, self.sharing, records, **changes)
 
@@ -262,3 +271,60 @@ def test_a_request_wakes_an_engine_that_shares_its_device(tmp_path: Path) -> Non
     parts.sync().sync(Model().weights(), 0)
     assert asyncio.run(parts.engine.generate(REQUEST)) == OUTPUT
     assert engine.told == ["sleep", "wake_up weights", "begin_update", "wake_up kv_cache", "generate"]
+
+
+ASLEEP_TWICE = ["sleep", "wake_up weights", "begin_update", "wake_up kv_cache", "generate", "sleep without weights"]
+
+
+def test_an_engine_that_has_answered_sleeps_without_weights_and_has_the_next_ones_before_it_answers(
+    tmp_path: Path,
+) -> None:
+    engine, model = PretendedEngine(), Model()
+    parts = around(engine, tmp_path, shared=True)
+    sync = parts.sync()
+    parts.sharing.models()
+    parts.sharing.add("policy", lambda optimizer: None, lambda: None)
+    sync.sync(model.weights(), 0)
+    asyncio.run(parts.engine.generate(REQUEST))
+    parts.sharing.models("policy", trains=True)
+    assert engine.told == ASLEEP_TWICE
+    assert not engine.weights
+    sync.sync(model.weights(), 1)
+    assert engine.told[len(ASLEEP_TWICE) :] == ["wake_up weights", "begin_update"]
+    parts.sharing.models("policy", optimizer=True)
+    assert engine.told[-1] == "sleep", "those of the sync are asked for next, as behind a checkpoint"
+    asyncio.run(parts.engine.generate(REQUEST))
+    assert engine.told.count("begin_update") == 2, "weights came back from the host"
+    assert all(torch.equal(engine.weights[name], tensor) for name, tensor in model.named_parameters())
+
+
+def test_an_engine_that_is_asked_again_without_a_sync_is_sent_the_weights_of_the_last_one(tmp_path: Path) -> None:
+    engine, model = PretendedEngine(), Model()
+    parts = around(engine, tmp_path, shared=True)
+    parts.sharing.models()
+    parts.sharing.add("policy", lambda optimizer: None, lambda: None)
+    parts.sync().sync(model.weights(), 0)
+    asyncio.run(parts.engine.generate(REQUEST))
+    parts.sharing.models("policy")
+    asyncio.run(parts.engine.generate(REQUEST))
+    assert engine.told[len(ASLEEP_TWICE) :] == ["wake_up weights", "begin_update", "wake_up kv_cache", "generate"]
+    assert engine.weight_version == 0
+    assert all(torch.equal(engine.weights[name], tensor) for name, tensor in model.named_parameters())
+    parts.sharing.models("policy", trains=True)
+    with pytest.raises(EngineError, match="between an update and its weight sync"):
+        asyncio.run(parts.engine.generate(REQUEST))
+
+
+@pytest.mark.parametrize("how", [{"adapter_only": True}, {"full_sync_every": 4}])
+def test_engines_keep_weights_that_a_sync_does_not_bring(tmp_path: Path, how: dict[str, Any]) -> None:
+    engine = PretendedEngine()
+    parts = around(engine, tmp_path, shared=True)
+    parts.sharing.models()
+    parts.sharing.add("policy", lambda optimizer: None, lambda: None)
+    sync = parts.sync(**how)
+    with parts.sharing.syncing():
+        pass
+    parts.sharing.engines()
+    parts.sharing.models("policy", trains=True)
+    assert engine.told == ["sleep", "wake_up weights", "wake_up kv_cache", "sleep"]
+    assert sync.version == -1

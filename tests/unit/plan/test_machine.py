@@ -73,3 +73,17 @@ def test_a_step_is_expected_of_the_settings_alone() -> None:
     assert found.evaluate_s < twice.evaluate_s < 2 * found.evaluate_s, "steps of decoding are as many for more rows"
     elsewhere = replace(config, model=replace(config.model, path="/nowhere"))
     assert expected_step_seconds(elsewhere, plan) is None
+
+
+def test_recomputing_makes_an_update_longer_and_nothing_else() -> None:
+    base = Config()
+    plan = plan_batches(base, num_train_prompts=64)
+    lengths = RowLengths(trajectories=(np.array([60]),), shared=(np.array([20]),), source="test")
+    plain = expected_step_seconds(base, plan, lengths=lengths)
+    recomputes = replace(base.model, gradient_checkpointing=True)
+    longer = expected_step_seconds(replace(base, model=recomputes), plan, lengths=lengths)
+    assert plain is not None
+    assert longer is not None
+    assert 1.1 < longer.update_s / plain.update_s < 4 / 3
+    assert longer.score_s == pytest.approx(plain.score_s, rel=0.2)
+    assert longer.generate_s == pytest.approx(plain.generate_s)
