@@ -214,8 +214,8 @@ def planned_shapes(config: Config) -> dict[str, ModelShape]:
 
 
 def planned_costs(config: Config) -> dict[str, CostModel]:
-    """What rows cost on each of them, by the stated rates of its device."""
-    rates = device_rates_of("cpu" if config.platform.name == "cpu" else "")
+    """What rows cost on each of them, by the rates of the run or the stated ones of its device."""
+    rates = device_rates_of("cpu" if config.platform.name == "cpu" else "", config.platform.rates)
     return {role: CostModel.of_model(shape, rates) for role, shape in planned_shapes(config).items()}
 
 
