@@ -43,7 +43,7 @@ _TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 320,
+    "vocab_size": 512,
     "tie_word_embeddings": True,
 }
 _LAYERS = 4
@@ -150,8 +150,7 @@ def copies(context: Context) -> Found:
 
 def engine(context: Context, *, name: str, shape: str, requests: int, new_tokens: int) -> Found:
     """An engine of the whole model: tokens, weights that it takes, and how fast vLLM sleeps and wakes on CUDA."""
-    model, dtype = _model(context, shape, layers=None).to(_dtype(context)), "bfloat16" if context.on_cuda else "float32"
-    model.save_pretrained(save_tokenizer(context.folder))
+    model, dtype = save_shape(context.device, shape, context.folder), "bfloat16" if context.on_cuda else "float32"
     weights = {name: each.detach() for name, each in model.named_parameters()}
     asked = make_requests([tuple(20 + (7 * row + at) % 250 for at in range(32)) for row in range(requests)], new_tokens)
     path, found = str(context.folder), Found()
@@ -175,6 +174,14 @@ def architecture(shape: str) -> Found:
     return dict(_TINY if shape == "tiny" else known_architectures()[f"Qwen2.5-{shape}"])
 
 
+def save_shape(device: str, shape: str, folder: str | Path) -> Any:
+    """Write a whole model of random weights with the bundled tokenizer, whose tokens each of them has; the model."""
+    model = _model(device, shape, layers=None).to(torch.float32 if device == "cpu" else torch.bfloat16)
+    model.save_pretrained(folder)
+    save_tokenizer(Path(folder))
+    return model
+
+
 def _dtype(context: Context) -> torch.dtype:
     return torch.bfloat16 if context.on_cuda else torch.float32
 
@@ -192,21 +199,21 @@ def _best_s(context: Context, work: Callable[[], object], rounds: int = 3) -> fl
     return min([_seconds(context, work) for _ in range(rounds + 1)][1:])
 
 
-def _model(context: Context, shape: str, *, layers: int | None) -> Any:
+def _model(device: str, shape: str, *, layers: int | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = architecture(shape)
     sizes["num_hidden_layers"] = min(layers or sizes["num_hidden_layers"], sizes["num_hidden_layers"])
     make: Any = AutoModelForCausalLM.from_config
     torch.manual_seed(0)
-    with torch.device(context.device):
+    with torch.device(device):
         config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, eos_token_id=2, pad_token_id=0)
         return make(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def _learner(context: Context, shape: str, layout: LayoutName, *, compiled: bool, checkpointing: bool) -> PolicyLearner:
     return make_learner(
-        _model(context, shape, layers=_LAYERS),
+        _model(context.device, shape, layers=_LAYERS),
         context.device,
         layout=layout,
         dtype="bfloat16" if context.on_cuda else "float32",
