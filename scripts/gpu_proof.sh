@@ -34,6 +34,12 @@ esac
 python=${PYTHON:-$python}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 [ $# -gt 0 ] || set -- selftest measure learn resume large
+for name; do
+    case $name in
+    selftest | measure | learn | resume | large) ;;
+    *) die "unknown piece '$name': choose from selftest, measure, learn, resume, large" ;;
+    esac
+done
 
 # $1: a piece, $2: its deadline in seconds, $3: what the line of its log with its figure holds; then the command.
 try() {
@@ -66,7 +72,6 @@ piece() {
         try large 240 '^step ' "$python" -m skyrl_train.main $run $small "platform=$platform" "model.path=$out/large/model" "hydra.run.dir=$out/large/run" trainer.total_steps=3
         rm -rf -- "$out/large/model" "$out/large/run/checkpoints" "$out/large/run/export"
         ;;
-    *) die "unknown piece '$1': choose from selftest, measure, learn, resume, large" ;;
     esac
 }
 

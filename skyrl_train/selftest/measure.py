@@ -30,18 +30,15 @@ def pieces(machine: Machine, output: Path) -> list[Case]:
     on_cuda = machine.device == "cuda"
     shapes, positions = (("1.5B", "0.5B", "7B"), (16384, 65536, 262144)) if on_cuda else (("tiny",), (256, 1024))
     load = ("0.5B", 64, 128) if on_cuda else ("tiny", 8, 16)
-    usual: dict[str, Any] = {"shape": shapes[0], "positions": positions[0]}
-    profiles = str((output / "profiles").resolve())
-    updates = list(_updates(shapes, positions))
-    num_first = 1 + len(shapes) + len(positions) + len(_LAYOUTS)
+    updates = list(_updates(shapes, positions, profiles=str((output / "profiles").resolve())))
+    num_first = len(shapes) + len(positions) + len(_LAYOUTS)  # that differ in one setting at most
     return [
         _piece("products", "products"),
         *(
-            _piece(f"attention/{kernel}/{shape}", "attention", **usual | {"shape": shape}, kernel=kernel)
+            _piece(f"attention/{kernel}/{shape}", "attention", shape=shape, kernel=kernel, positions=positions[0])
             for shape, kernel in product(shapes, ("flash", "flex"))
         ),
         *updates[:num_first],
-        *(_piece(f"profile/{each}", "profile", **usual, layout=each, output=profiles) for each in _LAYOUTS[:2]),
         _piece("copies", "copies"),
         *(
             Case(
@@ -57,19 +54,22 @@ def pieces(machine: Machine, output: Path) -> list[Case]:
 
 
 def _piece(name: str, body: str, **arguments: Any) -> Case:
-    deadline_s = 180.0 if arguments.get("compiled") else 90.0
+    deadline_s = 240.0 if arguments.get("compiled") else 150.0
     return Case(name=name, body=f"pieces:{body}", arguments=arguments, deadline_s=deadline_s, shares_process=True)
 
 
-def _updates(shapes: Sequence[str], positions: Sequence[int]) -> Iterator[Case]:
-    """Updates of all settings, of which the first is the usual one: those that differ from it in the fewest come first."""
+def _updates(shapes: Sequence[str], positions: Sequence[int], *, profiles: str) -> Iterator[Case]:
+    """Updates of all settings, of which the first is the usual one: those that differ from it in the fewest come first. The
+    usual ones, packed and shared, are traced too."""
     names = ("shape", "layout", "compiled", "checkpointing", "positions")
     options: tuple[Sequence[Any], ...] = (shapes, _LAYOUTS, (False, True), (True, False), positions)
     usual = [values[0] for values in options]
     for chosen in sorted(product(*options), key=lambda each: sum(map(lambda value, most: value != most, each, usual))):
         shape, layout, compiled, checkpointing, count = chosen
         forms = f"{'compiled' if compiled else 'eager'}/{'checkpointed' if checkpointing else 'kept'}"
-        yield _piece(f"update/{shape}/{layout}/{forms}/{count}", "update", **dict(zip(names, chosen)))
+        is_traced = layout in _LAYOUTS[:2] and [*chosen[:1], *chosen[2:]] == [*usual[:1], *usual[2:]]
+        arguments = dict(zip(names, chosen)) | ({"profiles": profiles} if is_traced else {})
+        yield _piece(f"update/{shape}/{layout}/{forms}/{count}", "update", **arguments)
 
 
 def write(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +25,19 @@ from skyrl_train.config.rules import LayoutName
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.profiling import Profiler
 from skyrl_train.memory.meter import GIB
-from skyrl_train.memory.model_sizes import known_architectures
+from skyrl_train.memory.model_sizes import read_architecture
 from skyrl_train.memory.oom_consensus import is_out_of_memory
 from skyrl_train.memory.probe import Prober, probe_rows
 from skyrl_train.memory.sizing import SizingLimits, hold_everything, make_meter
 from skyrl_train.memory.trace import StepTrace
 from skyrl_train.model.attention import segment_attention
+from skyrl_train.model.index_limit import beyond_index, widest_activation
 from skyrl_train.model.segments import Segments
-from skyrl_train.selftest.cases import Context
-from skyrl_train.selftest.fixtures import make_learner, save_tokenizer
+from skyrl_train.selftest.cases import Context, SkipCase
+from skyrl_train.selftest.fixtures import BUILTIN, make_learner, save_tokenizer
 from skyrl_train.selftest.runs import hf_opened, make_requests, vllm_opened
 
 Found = dict[str, Any]
-_TINY = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "tie_word_embeddings": True,
-}
 _LAYERS = 4
 _ROWS = 8
 """Of an update: samples of one prompt, of half to all of the longest length."""
@@ -82,10 +74,11 @@ def attention(context: Context, *, kernel: str, shape: str, positions: int) -> F
         return segment_attention(torch.nn.Identity(), query, key, value, None, segments=segments)[0]
 
     pairs = (prompt * (prompt + 1) + _ROWS * own * (2 * prompt + own + 1)) / 2
-    flops, out = 4.0 * heads * head * pairs, forward()
-    weight = torch.randn_like(out)
+    flops, weight = 4.0 * heads * head * pairs, torch.randn_like(forward())
     forward_s = _best_s(context, forward)
-    backward_s = _best_s(context, lambda: torch.autograd.grad(out, (query, key, value), weight, retain_graph=True))
+    # A compiled backward gives the memory of its forward away: it runs once for each.
+    both_s = _best_s(context, lambda: torch.autograd.grad(forward(), (query, key, value), weight))
+    backward_s = max(both_s - forward_s, both_s / 20)
     rates = flops / forward_s, ATTENTION_BACKWARD * flops / backward_s
     return {
         "figure": f"{rates[0] / 1e12:.3g} TFLOP/s forward, {rates[1] / 1e12:.3g} backward",
@@ -96,45 +89,49 @@ def attention(context: Context, *, kernel: str, shape: str, positions: int) -> F
 
 
 def update(
-    context: Context, *, shape: str, layout: LayoutName, compiled: bool, checkpointing: bool, positions: int
+    context: Context,
+    *,
+    shape: str,
+    layout: LayoutName,
+    compiled: bool,
+    checkpointing: bool,
+    positions: int,
+    profiles: str = "",
 ) -> Found:
-    """Forward, backward, clipping and the optimizer's step; and the memory of a pass, as it is traced and as it is."""
+    """Forward, backward, clipping and the optimizer's step; the memory of a pass, as it is traced and as it is; and a trace
+    of one more update in the folder `profiles`, where that is asked for."""
     learner = _learner(context, shape, layout, compiled=compiled, checkpointing=checkpointing)
-    config, batch = learner.engine.model.config, _rows(positions, learner.engine.model.config.vocab_size)
+    learner_engine, device = learner.engine, torch.device(context.device)
+    batch = _rows(positions, learner_engine.model.config.vocab_size)
     limits = SizingLimits(longest=1, max_rows=1, limit_bytes=0 if context.on_cuda else 1 << 40, margin=0.0, retries=0)
-    meter = make_meter(torch.device(context.device), limits)
-    hold_everything(learner.engine, meter)
-    trace = StepTrace(engine=learner.engine, held_bytes=meter.in_use_bytes())
+    meter = make_meter(device, limits)
+    hold_everything(learner_engine, meter)
+    prober = Prober(learner=learner, meter=meter)
+    trace = StepTrace(engine=learner_engine, held_bytes=meter.in_use_bytes())
     # the rows of `batch`, whose tokens all have loss
     passed: Found = {"lengths": batch.lengths.tolist(), "training": True, "shared": _prompt(positions)}
-    traced = Prober(learner=learner, meter=meter, trace=trace).probe_lengths(**passed)
+    traced = replace(prober, trace=trace).probe_lengths(**passed)
     assert traced is not None
-    found: Found = {"hidden_size": config.hidden_size, "predicted_bytes": traced.peak_bytes, "figure": "out of memory"}
+    if reason := beyond_index(traced.positions, widest_activation(learner_engine.model)):
+        raise SkipCase(reason)
+    found: Found = {"hidden_size": learner_engine.model.config.hidden_size, "predicted_bytes": traced.peak_bytes}
+    figure = "out of memory"
     try:
         seconds = _best_s(context, lambda: _step(learner, batch))
-        if (run := Prober(learner=learner, meter=meter).probe_lengths(**passed)) is not None:
-            found |= {"tokens_per_s": batch.num_tokens / seconds, "flops": _needed_flops(config, batch) / seconds}
-            found |= {"peak_bytes": run.peak_bytes}
-            found["figure"] = (
-                f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops'] / 1e12:.3g} TFLOP/s, "
-                f"peak {run.peak_bytes / GIB:.3g} GiB"
-            )
+        found |= {"tokens_per_s": batch.num_tokens / seconds, "flops": _needed_flops(learner, batch) / seconds}
+        figure = f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops'] / 1e12:.3g} TFLOP/s"
+        if profiles:
+            learner_engine.profiler = Profiler((0,), Path(profiles), name=layout, rank=0, device=device)
+            _step(learner, batch)
+            learner_engine.profiler = None
+            figure += f", traced in {Path(profiles).name}/"
+        if (run := prober.probe_lengths(**passed)) is not None:
+            found["peak_bytes"] = run.peak_bytes
+            figure += f", peak {run.peak_bytes / GIB:.3g} GiB"
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    return found | {"figure": f"{found['figure']}, predicted {traced.peak_bytes / GIB:.3g} GiB"}
-
-
-def profile(context: Context, *, shape: str, layout: LayoutName, positions: int, output: str) -> Found:
-    """A trace of one update, after one that is not traced."""
-    learner = _learner(context, shape, layout, compiled=False, checkpointing=True)
-    batch, device = _rows(positions, learner.engine.model.config.vocab_size), torch.device(context.device)
-    _step(learner, batch)
-    learner.engine.profiler = Profiler((batch.metadata.global_step,), Path(output), name=layout, rank=0, device=device)
-    _step(learner, batch)
-    written = sorted(path.name for path in Path(output).glob(f"*_{layout}_*"))
-    assert written, f"no trace in {output}"
-    return {"figure": ", ".join(written)}
+    return found | {"figure": f"{figure}, predicted {traced.peak_bytes / GIB:.3g} GiB"}
 
 
 def copies(context: Context) -> Found:
@@ -151,7 +148,8 @@ def copies(context: Context) -> Found:
 def engine(context: Context, *, name: str, shape: str, requests: int, new_tokens: int) -> Found:
     """An engine of the whole model: tokens, weights that it takes, and how fast vLLM sleeps and wakes on CUDA."""
     model, dtype = save_shape(context.device, shape, context.folder), "bfloat16" if context.on_cuda else "float32"
-    weights = {name: each.detach() for name, each in model.named_parameters()}
+    sent = model.cpu() if name == "vllm" else model
+    weights = {parameter: each.detach() for parameter, each in sent.named_parameters()}
     asked = make_requests([tuple(20 + (7 * row + at) % 250 for at in range(32)) for row in range(requests)], new_tokens)
     path, found = str(context.folder), Found()
     with (
@@ -170,8 +168,8 @@ def engine(context: Context, *, name: str, shape: str, requests: int, new_tokens
 
 
 def architecture(shape: str) -> Found:
-    """Return the config of `tiny`, or of Qwen2.5 of that size."""
-    return dict(_TINY if shape == "tiny" else known_architectures()[f"Qwen2.5-{shape}"])
+    """Return the config of the bundled model (`tiny`), or of Qwen2.5 of that size."""
+    return dict(read_architecture(BUILTIN if shape == "tiny" else f"Qwen/Qwen2.5-{shape}"))
 
 
 def save_shape(device: str, shape: str, folder: str | Path) -> Any:
@@ -202,12 +200,12 @@ def _best_s(context: Context, work: Callable[[], object], rounds: int = 3) -> fl
 def _model(device: str, shape: str, *, layers: int | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = architecture(shape)
+    sizes = {"eos_token_id": 2, "pad_token_id": 0, **architecture(shape)}
     sizes["num_hidden_layers"] = min(layers or sizes["num_hidden_layers"], sizes["num_hidden_layers"])
     make: Any = AutoModelForCausalLM.from_config
     torch.manual_seed(0)
     with torch.device(device):
-        config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, eos_token_id=2, pad_token_id=0)
+        config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
         return make(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
@@ -242,9 +240,9 @@ def _step(learner: PolicyLearner, batch: TrainingInputBatch) -> None:
     learner.optim_step()
 
 
-def _needed_flops(config: Any, batch: TrainingInputBatch) -> float:
+def _needed_flops(learner: PolicyLearner, batch: TrainingInputBatch) -> float:
     """What the step needs at least, whatever the layout: each distinct prefix once, forward and twice backward."""
-    shape = ModelShape.of_config(config.to_dict())
+    shape = ModelShape.of_config(learner.engine.model.config.to_dict())
     tree = facts_of(batch, layout="prefix_shared", merge_turns=False).sizes([np.arange(batch.num_rows)])
     return 3 * (
         shape.linear_flops_per_token * float(tree.positions[0])

@@ -33,7 +33,7 @@ def passed(name: str, **value: Any) -> CaseResult:
 def test_pieces_of_a_cpu_leave_rates_and_fill_a_page(tmp_path: Path, cache: Path) -> None:
     page, output = tmp_path / "page.md", tmp_path / "measured"
     page.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    chosen = ("products", "attention", USUAL, "profile/packed", "copies")
+    chosen = ("products", "attention", USUAL, "copies")
     arguments = [word for name in chosen for word in ("--only", name)]
     assert main(["--measure", "--device", "cpu", "--output", str(output), "--docs", str(page), *arguments]) == 0
     found = json.loads((output / "rates.json").read_text())
@@ -95,9 +95,10 @@ def test_what_is_worth_most_comes_first_and_each_piece_has_a_name_of_its_own(tmp
     assert len(set(names)) == len(names)
     assert names[:3] == ["products", "attention/flash/1.5B", "attention/flex/1.5B"]
     assert names[7] == "update/1.5B/packed/eager/checkpointed/16384"
-    first = names[: names.index("profile/packed")]
+    first = names[: names.index("copies")]
     for seen in ("0.5B/packed", "7B/packed", "1.5B/prefix_shared", "1.5B/padded", "packed/compiled", "kept", "262144"):
         assert any(seen in name for name in first), seen
+    assert len(first) == 7 + 9
     assert sum(name.startswith("update/") for name in names) == 3 * 3 * 2 * 2 * 3
     assert USUAL in [case.name for case in pieces(CPU, tmp_path)][:4]
 
