@@ -14,7 +14,7 @@ from skyrl_train.config.placement import RATE_NAMES
 from skyrl_train.selftest.__main__ import main
 from skyrl_train.selftest.measure import BEGIN, END, pieces, write
 from skyrl_train.selftest.processes import CaseResult
-from tests.unit.selftest.test_selftest import CPU, gpus
+from tests.support.machines import CPU, gpus
 
 USUAL = "update/tiny/packed/eager/checkpointed/256"
 H100 = replace(gpus(1), devices=({"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 << 30, "uuid": "0"},))
