@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from skyrl_train.selftest import measure
-from skyrl_train.selftest.cases import CASES, chosen_cases
+from skyrl_train.selftest.cases import CASES, Case, chosen_cases
 from skyrl_train.selftest.machine import Machine
 from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body, run_case, work, work_on
 
@@ -89,26 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
     started = time.monotonic()
-    ends = started + (options.budget if options.measure else math.inf)
     results: list[CaseResult] = []
-    interrupted, shared = False, SharedProcess()
-    try:
-        for case in cases:
-            left_s = ends - time.monotonic()
-            if left_s < _LEAST_S:
-                break
-            result = run_case(replace(case, deadline_s=min(case.deadline_s, left_s)), machine, shared)
-            if result.outcome == "fail" and result.seconds >= left_s:  # nothing is wrong with what began late
-                result = replace(result, outcome="skip", detail="no more time")
-            results.append(result)
-            _say([row(results[-1])])
-            _write_report(options.json, machine, results, time.monotonic() - started)
-            if options.measure:
-                measure.write(cases, results, machine, options.output, options.docs)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        shared.close()
+    interrupted = _run(cases, machine, options, results)
     seconds = time.monotonic() - started
     _say(summary(machine, results, seconds))
     if options.json is not None:
@@ -118,6 +100,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if interrupted:
         return STATUS_INTERRUPTED
     return STATUS_FAILED if any(result.outcome == "fail" for result in results) else 0
+
+
+def _run(cases: Sequence[Case], machine: Machine, options: argparse.Namespace, results: list[CaseResult]) -> bool:
+    """Run the cases one after the other, and write the `results` so far after each; whether Ctrl-C ended that."""
+    started, shared = time.monotonic(), SharedProcess()
+    ends = started + (options.budget if options.measure else math.inf)
+    try:
+        for case in cases:
+            left_s = ends - time.monotonic()
+            if left_s < _LEAST_S:
+                break
+            result = run_case(replace(case, deadline_s=min(case.deadline_s, left_s)), machine, shared)
+            if result.outcome == "fail" and result.seconds >= left_s:  # nothing is wrong with what began late
+                result = replace(result, outcome="skip", detail="no more time")
+            results.append(result)
+            _say([row(result)])
+            _write_report(options.json, machine, results, time.monotonic() - started)
+            if options.measure:
+                measure.write(cases, results, machine, options.output, options.docs)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        shared.close()
+    return False
 
 
 def row(result: CaseResult) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from skyrl_train.batch.planner import facts_of
 from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutName
+from skyrl_train.errors import ModelError
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.profiling import Profiler
 from skyrl_train.memory.meter import GIB
@@ -103,6 +105,9 @@ def update(
     learner = _learner(context, shape, layout, compiled=compiled, checkpointing=checkpointing)
     learner_engine, device = learner.engine, torch.device(context.device)
     batch = _rows(positions, learner_engine.model.config.vocab_size)
+    computed = positions if layout == "padded" else batch.num_tokens
+    if reason := beyond_index(computed, widest_activation(learner_engine.model)):
+        raise SkipCase(reason)
     limits = SizingLimits(longest=1, max_rows=1, limit_bytes=0 if context.on_cuda else 1 << 40, margin=0.0, retries=0)
     meter = make_meter(device, limits)
     hold_everything(learner_engine, meter)
@@ -110,12 +115,12 @@ def update(
     trace = StepTrace(engine=learner_engine, held_bytes=meter.in_use_bytes())
     # the rows of `batch`, whose tokens all have loss
     passed: Found = {"lengths": batch.lengths.tolist(), "training": True, "shared": _prompt(positions)}
-    traced = replace(prober, trace=trace).probe_lengths(**passed)
-    assert traced is not None
-    if reason := beyond_index(traced.positions, widest_activation(learner_engine.model)):
-        raise SkipCase(reason)
-    found: Found = {"hidden_size": learner_engine.model.config.hidden_size, "predicted_bytes": traced.peak_bytes}
-    figure = "out of memory"
+    found: Found = {"hidden_size": learner_engine.model.config.hidden_size}
+    figure, predicted = "out of memory", "not traced"
+    with suppress(ModelError):
+        if (traced := replace(prober, trace=trace).probe_lengths(**passed)) is not None:
+            found["predicted_bytes"] = traced.peak_bytes
+            predicted = f"{traced.peak_bytes / GIB:.3g} GiB"
     try:
         seconds = _best_s(context, lambda: _step(learner, batch))
         found |= {"tokens_per_s": batch.num_tokens / seconds, "flops": _needed_flops(learner, batch) / seconds}
@@ -131,7 +136,7 @@ def update(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    return found | {"figure": f"{figure}, predicted {traced.peak_bytes / GIB:.3g} GiB"}
+    return found | {"figure": f"{figure}, predicted {predicted}"}
 
 
 def copies(context: Context) -> Found:
