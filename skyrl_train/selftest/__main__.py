@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         _say([f"report    {options.json}"])
     if options.measure:
-        _say([f"measured  {len(results)} of {len(cases)} pieces, in {options.output}/rates.json and rates.md"])
+        _say([f"rates     {options.output}/rates.json, rates.md", f"measured  {len(results)} of {len(cases)} pieces"])
     if interrupted:
         return STATUS_INTERRUPTED
     return STATUS_FAILED if any(result.outcome == "fail" for result in results) else 0

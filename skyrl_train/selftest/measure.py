@@ -61,15 +61,16 @@ def _piece(name: str, body: str, **arguments: Any) -> Case:
 def _updates(shapes: Sequence[str], positions: Sequence[int], *, profiles: str) -> Iterator[Case]:
     """Updates of all settings, of which the first is the usual one: those that differ from it in the fewest come first. The
     usual ones, packed and shared, are traced too."""
-    names = ("shape", "layout", "compiled", "checkpointing", "positions")
-    options: tuple[Sequence[Any], ...] = (shapes, _LAYOUTS, (False, True), (True, False), positions)
-    usual = [values[0] for values in options]
-    for chosen in sorted(product(*options), key=lambda each: sum(map(lambda value, most: value != most, each, usual))):
-        shape, layout, compiled, checkpointing, count = chosen
-        forms = f"{'compiled' if compiled else 'eager'}/{'checkpointed' if checkpointing else 'kept'}"
-        is_traced = layout in _LAYOUTS[:2] and [*chosen[:1], *chosen[2:]] == [*usual[:1], *usual[2:]]
-        arguments = dict(zip(names, chosen)) | ({"profiles": profiles} if is_traced else {})
-        yield _piece(f"update/{shape}/{layout}/{forms}/{count}", "update", **arguments)
+    # The last ones vary first: what is learnt of layouts is worth more than what is learnt of lengths.
+    names = ("positions", "checkpointing", "compiled", "layout", "shape")
+    options: tuple[Sequence[Any], ...] = (positions, (True, False), (False, True), _LAYOUTS, shapes)
+    usual = {name: values[0] for name, values in zip(names, options)}
+    settings = [dict(zip(names, chosen)) for chosen in product(*options)]
+    for each in sorted(settings, key=lambda each: len(each.items() - usual.items())):
+        is_traced = not each.items() - usual.items() or each == usual | {"layout": _LAYOUTS[1]}
+        forms = "compiled" if each["compiled"] else "eager", "checkpointed" if each["checkpointing"] else "kept"
+        name = "/".join(("update", each["shape"], each["layout"], *forms, str(each["positions"])))
+        yield _piece(name, "update", **each | ({"profiles": profiles} if is_traced else {}))
 
 
 def write(
