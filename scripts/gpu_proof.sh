@@ -69,8 +69,8 @@ piece() {
     learn) try learn 240 '^step ' "$python" -m skyrl_train.main $run "platform=$platform" model=tiny_qwen2 "hydra.run.dir=$out/learn" trainer.total_steps=10 ;;
     resume) try resume 300 'identical to the undisturbed' "$python" -m tests.reliability.kill_and_resume $kind --output "$out/resume" generator=hf placement=inline strategy=single deterministic=true ;;
     large)
-        "$python" -c 'import sys; from skyrl_train.selftest.pieces import save_shape; save_shape(*sys.argv[1:])' "$device" "$shape" "$out/large/model" >"$out/model.log" 2>&1 || say "no model: $out/model.log"
-        try large 240 '^step ' "$python" -m skyrl_train.main $run $small "platform=$platform" "model.path=$out/large/model" "hydra.run.dir=$out/large/run" trainer.total_steps=3
+        timeout 120 "$python" -c 'import sys; from skyrl_train.selftest.pieces import save_shape; save_shape(*sys.argv[1:])' "$device" "$shape" "$out/large/model" >"$out/model.log" 2>&1 || say "no model: $out/model.log"
+        try large 300 '^step ' "$python" -m skyrl_train.main $run $small "platform=$platform" "model.path=$out/large/model" "hydra.run.dir=$out/large/run" trainer.total_steps=3
         rm -rf -- "$out/large/model" "$out/large/run/checkpoints" "$out/large/run/export"
         ;;
     esac

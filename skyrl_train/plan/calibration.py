@@ -20,6 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config.platform import gpu_name
 from skyrl_train.config.schema import PlatformConfig
 from skyrl_train.memory.model_sizes import remember, remembered_file, source_stamps
 from skyrl_train.plan.machine import MachineRates, stated_rates
@@ -76,7 +77,7 @@ def machine_rates(
     """
     threads = platform.num_threads
     if platform.on_gpu:
-        return stated_rates("", recorded=platform.rates)
+        return stated_rates(gpu_name(), recorded=platform.rates)
     file = _file(threads, dtype)
     with suppress(OSError, ValueError, TypeError, KeyError):
         known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
