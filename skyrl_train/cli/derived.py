@@ -146,9 +146,9 @@ def _situation(root: DictConfig) -> Situation:
     rates = _node(root, RATES)
     if rates is not None and _is_to_be_derived(RATES, rates) and cache_folder("rates").is_dir():
         measured = Measured.of_device(gpu_name() if on_gpu else "cpu")
-    hidden_size = _hidden_size(path, revision) if measured.updates else 0
+    parameters, hidden_size = _sizes_of(path, revision)
     return Situation(
-        parameters=_parameters(path, revision),
+        parameters=parameters,
         on_gpu=on_gpu,
         num_cores=usable_cores(),
         rates=measured.rates,
@@ -156,26 +156,19 @@ def _situation(root: DictConfig) -> Situation:
     )
 
 
-def _hidden_size(path: str, revision: str | None) -> int:
-    """Return that of a dense model whose config is here; else 0."""
-    try:
-        config = text_part(read_architecture(path, revision=revision))
-        return 0 if config.get("num_experts_per_tok") else int(config["hidden_size"])
-    except (ModelError, KeyError, TypeError, ValueError):
-        return 0
-
-
-def _parameters(path: str, revision: str | None) -> int:
-    """Return about how many parameters a token passes in the model at `path`: as its config says, else its name; else 0."""
+def _sizes_of(path: str, revision: str | None) -> tuple[int, int]:
+    """Return about how many parameters a token passes in the model at `path`: as its config says, else its name; else 0. And
+    the hidden size of a dense one whose config is here; else 0."""
     try:
         config = text_part(read_architecture(path, revision=revision))
         shape = ModelShape.of_config(config)
         hidden, is_tied = int(config["hidden_size"]), bool(config.get("tie_word_embeddings", True))
         matrices = (shape.linear_flops_per_token + shape.head_flops_per_token * (1 if is_tied else 2)) / 2
-        return int(matrices) + hidden * (2 * shape.num_layers + 1)  # norms
+        parameters = int(matrices) + hidden * (2 * shape.num_layers + 1)  # norms
+        return parameters, 0 if config.get("num_experts_per_tok") else hidden
     except (ModelError, KeyError, TypeError, ValueError):
         found = _IN_NAME.search(path.rpartition("/")[2])
-    return int(float(found[1]) * (1e9 if found[2] in "bB" else 1e6)) if found else 0
+    return (int(float(found[1]) * (1e9 if found[2] in "bB" else 1e6)) if found else 0), 0
 
 
 def _recorded(root: DictConfig) -> Mapping[str, Any]:
