@@ -56,6 +56,10 @@
 #                    test_bare_machine: the plan                  training and supervised training
 #                    test_selftest: all cases                     each case is of code that has tests of its own
 #                    test_auto_placement: plans                   each size on each machine
+# Neither here nor in CI without what they need: tests/gpu (`pytest -m gpu`, a CUDA device), and where
+# SKYRL_TRAIN_PRETENDED_PYTHON names a Python whose torch has a pretended one, two tests that are marked slow:
+#   tests/unit/selftest  kernels, windows, masks and strategies of the self-test on it
+#   tests/unit/learner   test_host_waits: how often the host waits for it
 # `git grep mark.nightly tests` has the others, each beside the variant that CI runs.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)

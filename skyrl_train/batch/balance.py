@@ -55,8 +55,10 @@ def shard_rows(rows: RowFacts, num_ranks: int, cost: CostModel) -> tuple[list[Ro
         costs = cost.of_rows(np.concatenate([lengths, dummies]))
         assigned = balance_rows(costs, num_ranks)
         return list(assigned), costs[assigned].sum(axis=1)
-    again = cost.of_rows(groups.shared)
-    found = balance_groups(cost.of_rows(groups.lengths) - again, again, groups.starts, num_ranks)
+    in_tree = rows.layout in ("prefix_shared", "auto")
+    again = cost.of_rows(groups.shared, in_tree=in_tree)
+    own = cost.of_rows(groups.lengths, in_tree=in_tree) - again
+    found = balance_groups(own, again, groups.starts, num_ranks)
     # Rows of a rank keep the order of the batch, so that it does not matter in which order groups were assigned.
     shares = [np.sort(groups.rows[places]) for places in found.places]
     for number, rank in enumerate(rank for rank, each in enumerate(shares) if len(each) == 0):

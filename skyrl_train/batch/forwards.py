@@ -56,7 +56,7 @@ def _cheapest(rows: RowFacts, *, counts_rows: bool) -> list[Forward]:
     for name in LAYOUT_CHOICES:
         forwards = _of_layout(rows, name, counts_rows=counts_rows)
         sizes = rows.sizes([np.asarray(forward.rows) for forward in forwards], name)
-        cost = float(rows.cost.of(sizes.positions, sizes.pairs, sizes.calls).sum())
+        cost = float(rows.cost.of(sizes.positions, sizes.pairs, sizes.calls, layout=name).sum())
         costs.setdefault(cost, forwards)
     return costs[min(costs)]
 

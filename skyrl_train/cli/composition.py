@@ -21,6 +21,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from skyrl_train.cli.derived import derived
+from skyrl_train.config.derived import COMPILE
 from skyrl_train.config.load import MISSING, NotStated, Unresolved, load_root
 from skyrl_train.errors import DataError, Violation
 
@@ -255,7 +257,11 @@ def _item(node: DictConfig | ListConfig, key: Any) -> Any:
     if OmegaConf.is_missing(node, key):
         return MISSING
     try:
-        return plain_values(node[key])
+        value = node[key]
+        if value == "auto" and node._get_full_key(key) == COMPILE:
+            found: Any = node._get_node(key), node._get_root()
+            value = derived(_node_=found[0], _root_=found[1])
+        return plain_values(value)
     except OmegaConfBaseException as error:
         if (found := _not_stated(error)) is not None:
             return Unresolved("nothing", found.remedy, found.rule)

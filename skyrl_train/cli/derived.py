@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_train.batch.cost import ModelShape
+from skyrl_train.batch.cost import Measured, ModelShape
 from skyrl_train.config.derived import (
+    COMPILE,
     CONTEXT,
+    RATES,
     READ,
     RL_DERIVED,
     SFT_DERIVED,
@@ -28,10 +30,11 @@ from skyrl_train.config.derived import (
     derive_sft,
     reasons,
 )
-from skyrl_train.config.platform import usable_cores
+from skyrl_train.config.platform import gpu_name, usable_cores
+from skyrl_train.config.rules import LayoutName
 from skyrl_train.errors import ModelError
 from skyrl_train.memory.model_sizes import read_architecture, text_part
-from skyrl_train.telemetry.files import read_json
+from skyrl_train.telemetry.files import cache_folder, read_json
 from skyrl_train.telemetry.run_folder import STATE_FILE
 
 _EXPRESSION = "${derived:"
@@ -48,8 +51,8 @@ def derived(base: Any = None, *, _node_: Node, _root_: DictConfig) -> Any:
     name = str(_node_._get_full_key(None))
     with _deriving():
         record = _recorded(_root_)
-        if name in record:
-            return record[name]
+        if name in record or (record and name == RATES):
+            return _entry(record, name)
         if name == CONTEXT:
             lengths = ("data.max_prompt_length", "generator.sampling.max_generate_length", "generator.max_turns")
             prompt, response, turns = (_selected(_root_, each) for each in lengths)
@@ -57,7 +60,16 @@ def derived(base: Any = None, *, _node_: Node, _root_: DictConfig) -> Any:
         found = _derive(_root_, _stated(_root_), _situation(_root_))
     if name not in found:
         raise ValueError(f"there is no rule from which {name} follows")
-    return found[name]
+    return _entry(found, name)
+
+
+def _entry(settings: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a setting, of a mapping that was recorded entry by entry, too; None of one that was not recorded,
+    as where rates were the stated ones. As a node: `--resolve` cannot put a plain mapping in the place of an
+    interpolation."""
+    entries = {key.removeprefix(f"{name}."): settings[key] for key in settings if key.startswith(f"{name}.")}
+    value = settings.get(name, entries or None)
+    return DictConfig(dict(value)) if isinstance(value, Mapping) else value
 
 
 def derivation(*, _root_: DictConfig) -> ListConfig:
@@ -105,12 +117,8 @@ def _stated(root: DictConfig) -> dict[str, Any]:
 
 def _selected(root: DictConfig, name: str) -> Any:
     """Return the value of a setting; None where there is none, or it cannot be worked out, or is to be derived."""
-    parent: Any = root
-    *sections, last = name.split(".")
-    for part in sections:
-        parent = parent._get_node(part, validate_access=False) if isinstance(parent, DictConfig) else None
-    node = parent._get_node(last, validate_access=False) if isinstance(parent, DictConfig) else None
-    if not isinstance(node, Node) or _EXPRESSION in str(node._value()):
+    node = _node(root, name)
+    if node is None or _is_to_be_derived(name, node):
         return None
     try:
         return OmegaConf.select(root, name)
@@ -118,25 +126,49 @@ def _selected(root: DictConfig, name: str) -> Any:
         return None
 
 
+def _node(root: DictConfig, name: str) -> Node | None:
+    parent: Any = root
+    *sections, last = name.split(".")
+    for part in sections:
+        parent = parent._get_node(part, validate_access=False) if isinstance(parent, DictConfig) else None
+    node = parent._get_node(last, validate_access=False) if isinstance(parent, DictConfig) else None
+    return node if isinstance(node, Node) else None
+
+
+def _is_to_be_derived(name: str, node: Node) -> bool:
+    value = str(node._value())
+    return _EXPRESSION in value or (name == COMPILE and value == "auto")
+
+
 def _situation(root: DictConfig) -> Situation:
+    path, revision = str(_selected(root, "model.path")), _selected(root, "model.revision")
+    on_gpu, measured = _selected(root, "platform.name") == "gpu", Measured()
+    rates = _node(root, RATES)
+    if rates is not None and _is_to_be_derived(RATES, rates) and cache_folder("rates").is_dir():
+        measured = Measured.of_device(gpu_name() if on_gpu else "cpu")
+    parameters, hidden_size = _sizes_of(path, revision)
     return Situation(
-        parameters=_parameters(str(_selected(root, "model.path")), _selected(root, "model.revision")),
-        on_gpu=_selected(root, "platform.name") == "gpu",
+        parameters=parameters,
+        on_gpu=on_gpu,
         num_cores=usable_cores(),
+        rates=measured.rates,
+        compiled_gain={each: measured.compiled_gain(hidden_size, each) for each in get_args(LayoutName) if hidden_size},
     )
 
 
-def _parameters(path: str, revision: str | None) -> int:
-    """Return about how many parameters a token passes in the model at `path`: as its config says, else its name; else 0."""
+def _sizes_of(path: str, revision: str | None) -> tuple[int, int]:
+    """Return about how many parameters a token passes in the model at `path`: as its config says, else its name; else 0. And
+    the hidden size of a dense one whose config is here; else 0."""
     try:
         config = text_part(read_architecture(path, revision=revision))
         shape = ModelShape.of_config(config)
         hidden, is_tied = int(config["hidden_size"]), bool(config.get("tie_word_embeddings", True))
         matrices = (shape.linear_flops_per_token + shape.head_flops_per_token * (1 if is_tied else 2)) / 2
-        return int(matrices) + hidden * (2 * shape.num_layers + 1)  # norms
+        parameters = int(matrices) + hidden * (2 * shape.num_layers + 1)  # norms
+        return parameters, 0 if config.get("num_experts_per_tok") else hidden
     except (ModelError, KeyError, TypeError, ValueError):
         found = _IN_NAME.search(path.rpartition("/")[2])
-    return int(float(found[1]) * (1e9 if found[2] in "bB" else 1e6)) if found else 0
+    return (int(float(found[1]) * (1e9 if found[2] in "bB" else 1e6)) if found else 0), 0
 
 
 def _recorded(root: DictConfig) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ typed, so that what is written here may change without a run noticing that goes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import lcm
 from typing import Any, TypeGuard
@@ -21,8 +21,10 @@ from skyrl_train.wording import counted
 Settings = Mapping[str, Any]
 """By dotted name; a setting that is not stated is absent."""
 
-LAYOUT, THREADS, LR, SFT_LR = (
+LAYOUT, RATES, COMPILE, THREADS, LR, SFT_LR = (
     "trainer.layout",
+    "platform.rates",
+    "model.compile",
     "platform.num_threads",
     "trainer.policy.optimizer.lr",
     "trainer.optimizer.lr",
@@ -50,9 +52,11 @@ RL_DERIVED = (
     BACKGROUND,
     LAYOUT,
     THREADS,
+    RATES,
+    COMPILE,
 )
 """What is derived in reinforcement learning, beside `generator.max_context_length`, for which data sets state a base."""
-SFT_DERIVED = ("trainer.batch_size", TOKENS, FORWARD_TOKENS, SFT_LR, BACKGROUND, LAYOUT, THREADS)
+SFT_DERIVED = ("trainer.batch_size", TOKENS, FORWARD_TOKENS, SFT_LR, BACKGROUND, LAYOUT, THREADS, RATES, COMPILE)
 READ = (
     "model.lora.rank",
     "data.max_length",
@@ -66,6 +70,10 @@ READ = (
     "placement.critic_num_workers",
     "critic.model.path",
     "generator.vllm.num_engines",
+    "model.quantization",
+    "strategy.tensor_parallel_size",
+    "strategy.expert_parallel_size",
+    "trainer.moe_routing_replay",
 )
 """What else is read."""
 
@@ -75,6 +83,16 @@ _RATES = ((_MANY, 5e-5, 1e-3), (300_000_000, 1e-5, 1e-4), (1_000_000_000, 3e-6, 
 """Parameters below which a model gets the learning rate of reinforcement learning, and of supervised training."""
 _ADAPTER_RATE, _SFT_ADAPTER_RATE = 20, 10
 """How many times the rate of all weights an adapter gets."""
+_COMPILED_GAIN = 1.05
+"""How many times as fast compiled layers must have been where they are chosen."""
+_UNCOMPILED = {
+    "model.lora.rank": 0,
+    "model.quantization": "none",
+    "strategy.tensor_parallel_size": 1,
+    "strategy.expert_parallel_size": 1,
+    "trainer.moe_routing_replay": False,
+}
+"""With other values nothing was measured, or layers cannot be compiled."""
 _MOST_TRIED = 64
 """Training batch sizes that are tried."""
 
@@ -88,6 +106,10 @@ class Situation:
     on_gpu: bool
     num_cores: int
     """Cores of this machine that the process may use."""
+    rates: Mapping[str, Any] | None = None
+    """What was measured of its device; None where nothing was."""
+    compiled_gain: Mapping[str, float] = field(default_factory=dict)
+    """How many times as fast an update of such a model was with compiled layers, by layout."""
 
     @property
     def is_small(self) -> bool:
@@ -125,8 +147,7 @@ def derive(stated: Settings, situation: Situation) -> dict[str, Any]:
         # More, and the keys and values of an evaluation take more than a step.
         ENGINE_ROWS: 64 if situation.is_bounded else 256,
         BACKGROUND: not situation.is_bounded,  # the copy that is written from would be a third of what a run holds
-        LAYOUT: "auto",
-        THREADS: _threads(stated, situation),
+        **_of_the_device(stated, situation),
     }
     return {name: value for name, value in found.items() if name not in stated}
 
@@ -140,10 +161,22 @@ def derive_sft(stated: Settings, situation: Situation) -> dict[str, Any]:
         **_token_caps(situation, longest=longest),
         SFT_LR: _rate(stated, situation, supervised=True),
         BACKGROUND: not situation.is_bounded,
-        LAYOUT: "auto",
-        THREADS: _threads(stated, situation),
+        **_of_the_device(stated, situation),
     }
     return {name: value for name, value in found.items() if name not in stated}
+
+
+def _of_the_device(stated: Settings, situation: Situation) -> dict[str, Any]:
+    layout = stated.get(LAYOUT, "auto")
+    layouts = ("packed", "prefix_shared") if layout == "auto" else (layout,)
+    gain = min(situation.compiled_gain.get(each, 0.0) for each in layouts)
+    is_plain = all(stated.get(name, usual) == usual for name, usual in _UNCOMPILED.items())
+    return {
+        LAYOUT: "auto",
+        THREADS: _threads(stated, situation),
+        RATES: situation.rates,
+        COMPILE: is_plain and gain >= _COMPILED_GAIN,
+    }
 
 
 def context_length(base: int, *, prompt: object, response: object, turns: object) -> int:
@@ -164,6 +197,10 @@ def reasons(derived: Settings, stated: Settings, situation: Situation) -> Iterat
         yield f"sizes       {', '.join(parts)}: for {situation}; state any to change it"
     if THREADS in derived:
         yield f"threads     {_why_threads(stated, situation, derived[THREADS])}"
+    if rates := derived.get(RATES):
+        layers = "; compiled layers were faster" if derived.get(COMPILE) else ""
+        found = f"of {rates['device']}, measured on {rates['measured_on']}{layers}"
+        yield f"rates       {found}; platform.rates=null takes the stated ones"
 
 
 _TEXTS = {

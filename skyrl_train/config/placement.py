@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from skyrl_train.config.parts import STRATEGIES
 from skyrl_train.config.rules import (
@@ -23,6 +24,8 @@ STATE_BUCKET_BYTES = 1 << 30
 """Optimizer state that a step takes from the host to the device at once; a larger parameter's goes alone."""
 ROLES = ("policy", "critic", "ref")
 """First part of the names of a model's settings."""
+RATE_NAMES = ("linear_flops", "attention_flops", "flex_flops", "kernel_s", "read_bytes")
+"""Entries of `platform.rates`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,11 @@ class PlatformConfig:
     num_threads: PositiveCount = 1
     """torch threads per process. Unless stated on a CPU: one for a model of less than 20 million parameters, which idle
     threads slow down, and for others all cores, divided among the ranks or engines that compute at once."""
+    rates: CutsRows[Mapping[str, Any] | None] = None
+    """What the device computes in a second, by which layouts are chosen and rows are dealt to ranks: operations of products,
+    of attention, and of attention in prefix trees, seconds to start a kernel, bytes that are read. Unless stated: what
+    `python -m skyrl_train.selftest --measure` found of such a device, or null, the rates that are built in. A run that
+    goes on keeps those that it began with."""
 
     @property
     def on_gpu(self) -> bool:

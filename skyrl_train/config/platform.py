@@ -122,12 +122,22 @@ def local_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/"
     )
 
 
-@functools.cache
 def _smallest_memory_gb() -> float:
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=2.0, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0.0
-    mebibytes = [int(number) for number in re.findall(r"^\d+$", said, re.MULTILINE)]
+    mebibytes = [int(number) for number in re.findall(r"^\d+$", _nvidia_smi("memory.total"), re.MULTILINE)]
     return min(mebibytes, default=0) * 2**20 / 1e9
+
+
+def gpu_name() -> str:
+    """Return the name of this machine's first GPU, as torch has it; empty where `nvidia-smi` does not tell it in two
+    seconds."""
+    return _nvidia_smi("name").partition("\n")[0].strip()
+
+
+@functools.cache
+def _nvidia_smi(query: str) -> str:
+    """Return what it answers, a line for each GPU; nothing where it is not there or does not answer in two seconds."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=2.0, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

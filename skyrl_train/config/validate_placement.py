@@ -12,10 +12,19 @@ from skyrl_train.config.expert_rules import EXPERT_RULES, RL_EXPERT_RULES
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import WEIGHT_TRANSPORTS
-from skyrl_train.config.placement import ROLES, PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.config.placement import RATE_NAMES, ROLES, PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.schema import CriticConfig, EnvironmentConfig, LoopConfig
 from skyrl_train.config.validate_strategy import MODEL_STRATEGY_RULES, STRATEGY_RULES
 from skyrl_train.errors import Violation
+
+
+def _rates(platform: PlatformConfig) -> Iterator[Violation]:
+    rates = platform.rates
+    if rates is not None and not all(
+        isinstance(rates.get(name), int | float) and rates[name] > 0 for name in RATE_NAMES
+    ):
+        rule = f"must give {', '.join(RATE_NAMES)}, each a number above 0 (1e12)"
+        yield Violation.of("platform.rates", rates, rule, "drop it, or write platform.rates=null for stated rates")
 
 
 def _single_process(placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
@@ -337,6 +346,7 @@ PROCESS_RULES: tuple[Rule, ...] = (
 )
 """What one process, or one rank, cannot be asked for."""
 PLACEMENT_RULES: tuple[Rule, ...] = (
+    _rates,
     *(partial(_ranks, role=role) for role in ROLES),
     *(partial(_stated_devices, name=name) for name in ("num_gpus", "num_nodes", "gpu_memory_gb")),
     _session,

@@ -12,7 +12,7 @@ import torch
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.config.learners import LearnerSettings
-from skyrl_train.config.placement import mesh_sizes
+from skyrl_train.config.placement import PlatformConfig, mesh_sizes
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
@@ -87,10 +87,11 @@ def learner_of(engine: ModelEngine, settings: LearnerSettings) -> PolicyLearner 
     )
 
 
-def _cost_of(model: PreTrainedModel, device: torch.device) -> CostModel:
+def _cost_of(model: PreTrainedModel, platform: PlatformConfig) -> CostModel:
     """What rows cost on ranks of this model, the same on all of them."""
+    device = torch.device(platform.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return CostModel.of_config(model.config.get_text_config().to_dict(), device=name)
+    return CostModel.of_config(model.config.get_text_config().to_dict(), device=name, recorded=platform.rates)
 
 
 def build_engine(
@@ -136,7 +137,7 @@ def build_engine(
         micro_batching=make_micro_batch_strategy(
             batching,
             merge_turns=settings.merge_turns,
-            cost=_cost_of(loaded, torch.device(settings.platform.device)),
+            cost=_cost_of(loaded, settings.platform),
         ),
         dtype=_compute_dtype(model),
         optimizer=settings.optimizer,

@@ -20,6 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config.platform import gpu_name
 from skyrl_train.config.schema import PlatformConfig
 from skyrl_train.memory.model_sizes import remember, remembered_file, source_stamps
 from skyrl_train.plan.machine import MachineRates, stated_rates
@@ -66,7 +67,8 @@ class _Clock:
 def machine_rates(
     platform: PlatformConfig, dtype: str, *, announce: Callable[[str], object] | None = None
 ) -> MachineRates:
-    """Return the rates of a CPU as they were measured, now or by an earlier process; those of a GPU as they are stated.
+    """Return the rates of a CPU as they were measured, now or by an earlier process; those of a GPU as they are stated, or
+    as the self-test measured them.
 
     Args:
         dtype: In which models compute.
@@ -75,7 +77,7 @@ def machine_rates(
     """
     threads = platform.num_threads
     if platform.on_gpu:
-        return stated_rates("")
+        return stated_rates(gpu_name(), recorded=platform.rates)
     file = _file(threads, dtype)
     with suppress(OSError, ValueError, TypeError, KeyError):
         known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, count_engines, shares_devices
 from skyrl_train.config.learners import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
 from skyrl_train.config.placement import mesh_sizes
-from skyrl_train.config.platform import Devices
+from skyrl_train.config.platform import Devices, gpu_name
 from skyrl_train.config.schema import Config, PlatformConfig, TrainerConfig
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation
@@ -214,8 +214,8 @@ def planned_shapes(config: Config) -> dict[str, ModelShape]:
 
 
 def planned_costs(config: Config) -> dict[str, CostModel]:
-    """What rows cost on each of them, by the stated rates of its device."""
-    rates = device_rates_of("cpu" if config.platform.name == "cpu" else "")
+    """What rows cost on each of them, by the rates of the run or the stated ones of its device."""
+    rates = device_rates_of("cpu" if config.platform.name == "cpu" else gpu_name(), config.platform.rates)
     return {role: CostModel.of_model(shape, rates) for role, shape in planned_shapes(config).items()}
 
 

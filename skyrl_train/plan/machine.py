@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -114,12 +115,16 @@ class StepTime:
         return self.generate_s + self.score_s + self.update_s + self.sync_s
 
 
-def stated_rates(device: str, *, num_threads: int = 1) -> MachineRates:
-    """Return what follows from the rates that `batch/cost.py` states of a device; of a CPU with so many threads."""
-    stated, threads = rates_of(device), num_threads if device == "cpu" else 1
+def stated_rates(device: str, *, num_threads: int = 1, recorded: Mapping[str, Any] | None = None) -> MachineRates:
+    """Return what follows from the rates that `batch/cost.py` states of a device, or that are `recorded` with the run; of a
+    CPU with so many threads."""
+    stated, threads = rates_of(device, recorded), num_threads if device == "cpu" else 1
     linear, read = stated.linear_flops * threads, stated.read_bytes * threads
+    source = f"stated rates of {f'a CPU with {threads} threads' if device == 'cpu' else device or 'a GPU'}"
+    if recorded:
+        source = f"rates of {recorded.get('device', 'the device')} measured on {recorded.get('measured_on', 'a day')}"
     return MachineRates(
-        source=f"reckoned from stated rates of {f'a CPU with {threads} threads' if device == 'cpu' else device or 'a GPU'}",
+        source=f"reckoned from {source}",
         widths=(1.0,),
         trained_flops=(linear,),
         decoded_flops=linear,

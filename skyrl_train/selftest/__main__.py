@@ -3,6 +3,7 @@
     python -m skyrl_train.selftest                              all cases on what is there
     python -m skyrl_train.selftest --device cpu --only kernels  some of them, on the CPU
     python -m skyrl_train.selftest --json report.json           a file to attach to a report
+    python -m skyrl_train.selftest --measure --budget 600       how fast the device is, into the folder measured
 
 Exit status: 0 all cases passed or were skipped; 1 a case failed; 2 nothing could be run as asked; 130 Ctrl-C, after the
 report of what had run.
@@ -12,20 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from skyrl_train.selftest.cases import CASES, chosen_cases
+from skyrl_train.selftest import measure
+from skyrl_train.selftest.cases import CASES, Case, chosen_cases
 from skyrl_train.selftest.machine import Machine
 from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body, run_case, work, work_on
 
 STATUS_FAILED, STATUS_UNUSABLE, STATUS_INTERRUPTED = 1, 2, 130
 _DETECT_DEADLINE_S = 180.0
+_LEAST_S = 5.0
+"""With less time left no piece is begun."""
 _NAME_WIDTH = max(len(case.name) for case in CASES) + 2
 
 
@@ -41,13 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
+    parser.add_argument("--measure", action="store_true", help="measure how fast the device is, in place of the cases")
+    parser.add_argument(
+        "--budget", type=float, default=600.0, metavar="S", help="seconds, with --measure (default 600)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("measured"), metavar="FOLDER", help="with --measure")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="with --measure: a page whose table is written, too")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker is not None:
         return _worker(options.worker)
     try:
-        cases = chosen_cases(options.only)
-    except ValueError as error:
+        cases = [] if options.measure else chosen_cases(options.only)
+        if options.docs is not None and measure.BEGIN not in options.docs.read_text(encoding="utf-8"):
+            raise ValueError(f"--docs {options.docs}: has no line {measure.BEGIN}")
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     if options.list:
         _say(case.name for case in cases)
@@ -70,25 +83,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STATUS_UNUSABLE
     machine = Machine(**found.value)
     _say(machine.lines())
+    if options.measure:
+        try:
+            cases = chosen_cases(options.only, measure.pieces(machine, options.output))
+        except ValueError as error:
+            parser.error(str(error))
     started = time.monotonic()
     results: list[CaseResult] = []
-    interrupted, shared = False, SharedProcess()
-    try:
-        for case in cases:
-            results.append(run_case(case, machine, shared))
-            _say([row(results[-1])])
-            _write_report(options.json, machine, results, time.monotonic() - started)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        shared.close()
+    interrupted = _run(cases, machine, options, results)
     seconds = time.monotonic() - started
     _say(summary(machine, results, seconds))
     if options.json is not None:
         _say([f"report    {options.json}"])
+    if options.measure:
+        _say([f"rates     {options.output}/rates.json, rates.md", f"measured  {len(results)} of {len(cases)} pieces"])
     if interrupted:
         return STATUS_INTERRUPTED
     return STATUS_FAILED if any(result.outcome == "fail" for result in results) else 0
+
+
+def _run(cases: Sequence[Case], machine: Machine, options: argparse.Namespace, results: list[CaseResult]) -> bool:
+    """Run the cases one after the other, and write the `results` so far after each; whether Ctrl-C ended that."""
+    started, shared = time.monotonic(), SharedProcess()
+    ends = started + (options.budget if options.measure else math.inf)
+    try:
+        for case in cases:
+            left_s = ends - time.monotonic()
+            if left_s < _LEAST_S:
+                break
+            result = run_case(replace(case, deadline_s=min(case.deadline_s, left_s)), machine, shared)
+            if result.outcome == "fail" and result.seconds >= left_s:  # nothing is wrong with what began late
+                result = replace(result, outcome="skip", detail="no more time")
+            results.append(result)
+            _say([row(result)])
+            _write_report(options.json, machine, results, time.monotonic() - started)
+            if options.measure:
+                measure.write(cases, results, machine, options.output, options.docs)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        shared.close()
+    return False
 
 
 def row(result: CaseResult) -> str:

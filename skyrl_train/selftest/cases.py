@@ -189,15 +189,15 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def chosen_cases(only: Sequence[str]) -> list[Case]:
+def chosen_cases(only: Sequence[str], cases: Sequence[Case] = CASES) -> list[Case]:
     """The cases whose names are given, or begin with what is given up to a slash; all without names.
 
     Raises ValueError for a name that chooses nothing.
     """
     for name in only:
-        if not any(_is_chosen(case, name) for case in CASES):
-            raise ValueError(f"--only {name}: no such case. Choose from: {', '.join(case.name for case in CASES)}")
-    return [case for case in CASES if not only or any(_is_chosen(case, name) for name in only)]
+        if not any(_is_chosen(case, name) for case in cases):
+            raise ValueError(f"--only {name}: no such case. Choose from: {', '.join(case.name for case in cases)}")
+    return [case for case in cases if not only or any(_is_chosen(case, name) for name in only)]
 
 
 def _is_chosen(case: Case, name: str) -> bool:

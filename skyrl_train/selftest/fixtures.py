@@ -24,7 +24,7 @@ from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfi
 from skyrl_train.learner.build import compile_layers
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers, resolve_model_path
+from skyrl_train.model.causal_lm import load_causal_lm, place_model, quiet_transformers, resolve_model_path
 from skyrl_train.model.experts import expert_modules
 from skyrl_train.model.numerics import set_numerics
 
@@ -78,8 +78,13 @@ def save_model(folder: Path, *, window: int | None = None, experts: int = 0) -> 
     make: Any = AutoModelForCausalLM.from_config
     with quiet_transformers():
         make(config, dtype=torch.float32).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Put the bundled tokenizer into the folder, whose tokens every model here has; return it."""
     for name in _TOKENIZER_FILES:
-        shutil.copy(source / name, folder / name)
+        shutil.copy(resolve_model_path(BUILTIN) / name, folder / name)
     return folder
 
 
@@ -114,7 +119,7 @@ def make_rows(lengths: tuple[int, ...] = LENGTHS, *, prompt: int = _PROMPT, seed
 
 
 def make_learner(
-    folder: Path,
+    source: Path | PreTrainedModel,
     device: str,
     *,
     layout: LayoutChoice = "packed",
@@ -123,16 +128,23 @@ def make_learner(
     compiled: bool = False,
     strategy: ModelStrategy | None = None,
     state_in_host: bool = False,
+    rows: int = 4,
 ) -> PolicyLearner:
-    """A policy on `device`, as a run would build it; `dtype` float64 computes all of it in float64."""
+    """A policy on `device`, as a run would build it of a folder or a model, with micro-batches of so many `rows`; `dtype`
+    float64 computes all of it in float64."""
     set_numerics(deterministic=False)
-    model_config = ModelConfig(path=str(folder), gradient_checkpointing=checkpointing)
-    model = load_causal_lm(model_config, "cpu" if strategy is not None and strategy.sharded else device)
+    model_config = ModelConfig(path=str(source), gradient_checkpointing=checkpointing)
+    if isinstance(source, Path):
+        model = load_causal_lm(model_config, "cpu" if strategy is not None and strategy.sharded else device)
+    else:
+        model = source
+        place_model(model, model_config, device)
+        model.train()
     if dtype == "float64":
         _make_double(model)
     if compiled:
-        compile_layers(model, name=str(folder))
-    trainer = TrainerConfig(micro_train_batch_size_per_gpu=4, micro_forward_batch_size_per_gpu=4, layout=layout)
+        compile_layers(model, name=type(model).__name__)
+    trainer = TrainerConfig(micro_train_batch_size_per_gpu=rows, micro_forward_batch_size_per_gpu=rows, layout=layout)
     engine = ModelEngine(
         model,
         name="policy",

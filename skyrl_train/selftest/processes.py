@@ -285,7 +285,8 @@ def work(order: Path) -> int:
     answer: dict[str, Any]
     try:
         value = _resolved(content["body"])(context, **content["arguments"])
-        answer = {"outcome": "pass", "detail": value if isinstance(value, str) else "", "value": value}
+        detail = value if isinstance(value, str) else value.get("figure", "")
+        answer = {"outcome": "pass", "detail": detail, "value": value}
     except SkipCase as skip:
         answer = {"outcome": "skip", "detail": str(skip)}
     except ModuleNotFoundError as error:

@@ -6,8 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,49 +29,74 @@ _STEPS = 3
 _RUN_TIMEOUT_S = 1800.0
 
 
-def hf_engine(context: Context) -> str:
-    """`generator=hf`: log-probabilities of sampled tokens, before and after new weights."""
+@dataclass(frozen=True)
+class Opened:
+    """An engine that serves."""
+
+    engine: Any
+    answers: Callable[[Sequence[GenerationRequest]], list[GenerationOutput]]
+    sync: Callable[[Mapping[str, Tensor]], int]
+    """Takes new weights; the version that is served then, 1."""
+
+
+@contextmanager
+def hf_opened(path: str, device: str, *, dtype: str = "float32", rows: int = 8) -> Iterator[Opened]:
+    """`generator=hf`, which takes so many `rows` at once."""
     from skyrl_train.inference.hf import HFEngine
     from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
 
-    model = ModelConfig(path=BUILTIN)
-    engine = HFEngine(load_causal_lm(model, context.device), load_tokenizer(model), max_batch_size=8)
+    model = ModelConfig(path=path)
+    loaded = load_causal_lm(model, device, dtype=getattr(torch, dtype))
+    engine = HFEngine(loaded, load_tokenizer(model), max_batch_size=rows)
 
-    async def answers() -> list[GenerationOutput]:
-        return list(await asyncio.gather(*(engine.generate(request) for request in _requests())))
+    async def answers(requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        return list(await asyncio.gather(*map(engine.generate, requests)))
 
     def sync(weights: Mapping[str, Tensor]) -> int:
         engine.load_weights(iter(weights.items()), 1)
         return engine.weight_version
 
     try:
-        return _before_and_after_sync(lambda: asyncio.run(answers()), sync, dtype="float32")
+        yield Opened(engine, lambda requests: asyncio.run(answers(requests)), sync)
     finally:
         engine.close()
 
 
-def vllm_engine(context: Context, *, tensor_parallel_size: int) -> str:
-    """Start, generate, take new weights, sleep, wake and generate again; the probe is transformers' own result."""
+@contextmanager
+def vllm_opened(path: str, context: Context, tensor_parallel_size: int = 1) -> Iterator[Opened]:
+    """`generator=vllm`, in bfloat16 on CUDA."""
     from skyrl_train.inference.vllm import VLLMEngine
     from skyrl_train.runs.build_engines import engine_settings
     from skyrl_train.weights import stored_weights
 
-    engine = VLLMEngine(engine_settings(_engine_config(context, tensor_parallel_size)))
+    engine = VLLMEngine(engine_settings(_engine_config(path, context, tensor_parallel_size)))
 
-    def answers() -> list[GenerationOutput]:
-        return [future.result(120) for future in [engine.submit(request) for request in _requests()]]
-
-    synced: dict[str, Tensor] = {}
+    def answers(requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        return [future.result(120) for future in [engine.submit(request) for request in requests]]
 
     def sync(weights: Mapping[str, Tensor]) -> int:
-        synced.update(weights)
         stored = stored_weights(weights)
         engine.begin_update()
         for pending in stored.handed_over(stored.buckets()):
             engine.update(pending.passed_on())
         return engine.finish_update(1, len(weights))
 
-    def sleep_and_wake() -> str:
+    try:
+        yield Opened(engine, answers, sync)
+    finally:
+        engine.close()
+
+
+def hf_engine(context: Context) -> str:
+    """`generator=hf`: log-probabilities of sampled tokens, before and after new weights."""
+    with hf_opened(BUILTIN, context.device) as opened:
+        return _before_and_after_sync(opened, dtype="float32")
+
+
+def vllm_engine(context: Context, *, tensor_parallel_size: int) -> str:
+    """Start, generate, take new weights, sleep, wake and generate again; the probe is transformers' own result."""
+
+    def sleep_and_wake(engine: Any, sync: Callable[[], int]) -> str:
         awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - awake
@@ -78,61 +104,59 @@ def vllm_engine(context: Context, *, tensor_parallel_size: int) -> str:
         engine.wake_up("kv_cache")
         engine.sleep_without_weights()
         engine.wake_up("weights")
-        sync(synced)
+        sync()
         engine.wake_up("kv_cache")
         assert freed > 0, "sleeping freed no memory"
         return f"sleep frees {freed / 2**30:.1f} GiB, and without weights takes those of a sync"
 
-    try:
-        dtype = "bfloat16" if context.on_cuda else "float32"
-        figure = _before_and_after_sync(answers, sync, dtype=dtype, rest=sleep_and_wake if context.on_cuda else None)
-        return figure if context.on_cuda else f"{figure}; sleep and wake need CUDA"
-    finally:
-        engine.close()
+    with vllm_opened(BUILTIN, context, tensor_parallel_size) as opened:
+        if context.on_cuda:
+            return _before_and_after_sync(opened, dtype="bfloat16", rest=sleep_and_wake)
+        return f"{_before_and_after_sync(opened, dtype='float32')}; sleep and wake need CUDA"
 
 
-def _engine_config(context: Context, tensor_parallel_size: int) -> Config:
-    config = Config(model=ModelConfig(path=BUILTIN), generator=GeneratorConfig(backend="vllm"))
+def _engine_config(path: str, context: Context, tensor_parallel_size: int) -> Config:
+    config = Config(model=ModelConfig(path=path), generator=GeneratorConfig(backend="vllm"))
     if not context.on_cuda:
         return config
     vllm = VLLMConfig(gpu_memory_utilization=0.3, tensor_parallel_size=tensor_parallel_size)
     return replace(
         config,
         platform=PlatformConfig(name="gpu", device=context.device),
-        model=ModelConfig(path=BUILTIN, dtype="bfloat16"),
+        model=ModelConfig(path=path, dtype="bfloat16"),
         placement=PlacementConfig(backend="ray", colocate_all=True),
         generator=replace(config.generator, vllm=vllm),
     )
 
 
-def _requests() -> list[GenerationRequest]:
-    sampling = SamplingParams(temperature=1.0, max_generate_length=_NEW_TOKENS)
+def make_requests(
+    prompts: Sequence[tuple[int, ...]] = _PROMPTS, new_tokens: int = _NEW_TOKENS
+) -> list[GenerationRequest]:
+    """One for each prompt."""
+    sampling = SamplingParams(temperature=1.0, max_generate_length=new_tokens)
     return [
         GenerationRequest(request_id=f"request-{row}", prompt_token_ids=prompt, sampling=sampling, seed=row)
-        for row, prompt in enumerate(_PROMPTS)
+        for row, prompt in enumerate(prompts)
     ]
 
 
 def _before_and_after_sync(
-    answers: Callable[[], Sequence[GenerationOutput]],
-    sync: Callable[[Mapping[str, Tensor]], int],
-    *,
-    dtype: str,
-    rest: Callable[[], str] | None = None,
+    opened: Opened, *, dtype: str, rest: Callable[[Any, Callable[[], int]], str] | None = None
 ) -> str:
     """Compare sampled tokens' log-probabilities with transformers on the CPU, with the first weights, with others, and
-    with those after `rest`."""
+    with those after `rest`, which is given the engine and what syncs the others again."""
     from skyrl_train.model.causal_lm import load_causal_lm
 
     model = load_causal_lm(ModelConfig(path=BUILTIN), "cpu")
-    before = _largest_difference(model, answers())
+    before = _largest_difference(model, opened.answers(make_requests()))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    stale = _largest_difference(model, answers())
-    version = sync({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
-    outputs = answers()
+    stale = _largest_difference(model, opened.answers(make_requests()))
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    version = opened.sync(weights)
+    outputs = opened.answers(make_requests())
     after = _largest_difference(model, outputs)
     assert version == 1, f"the engine serves version {version} after a sync of version 1"
     assert all(output.weight_versions == ((0, 1),) for output in outputs), "answers name another version of the weights"
@@ -142,8 +166,8 @@ def _before_and_after_sync(
     figure = f"log-probabilities {before:.1e} off, {after:.1e} after a sync ({stale:.1e} with the old weights)"
     if rest is None:
         return figure
-    rested = rest()
-    again = _largest_difference(model, answers())
+    rested = rest(opened.engine, lambda: opened.sync(weights))
+    again = _largest_difference(model, opened.answers(make_requests()))
     assert again < bound, f"{again:.1e} off afterwards ({rested}); at most {bound} is right"
     return f"{figure}; {rested}, {again:.1e} after it"
 

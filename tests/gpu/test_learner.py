@@ -4,15 +4,22 @@ errors. Layouts, dtypes and strategies against float64 are cases of the self-tes
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.memory.oom_consensus import is_out_of_memory
 from skyrl_train.model.attention import flex, segment_attention
+from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.numerics import set_numerics
 from skyrl_train.model.segments import Segment, Segments
+from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_rows, relative_error, save_model
 from tests.reliability.kill_and_resume import main as kill_and_resume
 
 pytestmark = [
@@ -80,6 +87,28 @@ def test_attention_of_padded_rows_never_runs_by_cudnn_or_plain_products(
         names |= {event.key for event in seen.key_averages()}
     assert not [name for name in names if "cudnn_attention" in name or "attention_math" in name], sorted(names)
     assert [name for name in names if "flash_attention" in name or "efficient_attention" in name], sorted(names)
+
+
+@pytest.mark.parametrize("layout", ["packed", "prefix_shared"])
+def test_an_adapter_with_dropout_learns_as_on_a_cpu(device: torch.device, tmp_path: Path, layout: LayoutChoice) -> None:
+    """Which inputs are dropped follows from rows and tokens, and the last layer is narrowed there and here."""
+    found = [_adapter_gradient(save_model(tmp_path / name), name, layout) for name in ("cpu", str(device))]
+    assert relative_error(found[1], found[0]) < 1e-4
+
+
+def _adapter_gradient(folder: Path, device: str, layout: LayoutChoice) -> torch.Tensor:
+    model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
+    add_adapter(model, LoraConfig(rank=4, alpha=8.0, dropout=0.1), seed=0)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "lora_B" in name:
+                each.copy_(torch.arange(each.numel()).view_as(each).remainder(7).float().sub(3).mul(0.02))
+    learner = make_learner(model, device, layout=layout)
+    rows = make_rows()
+    scored = learner.forward(rows)
+    rows = rows.with_columns(old_logprobs=scored, ref_logprobs=scored)
+    learner.forward_backward(close_mini_batch(rows, loss_reduction="token_mean", max_sequence_length_for_norm=256))
+    return gradient_of(learner)
 
 
 def test_running_out_of_memory_is_recognised(device: torch.device) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from skyrl_train.batch.cost import CPU, CostModel, DeviceRates, ModelShape, rates_of
+from skyrl_train.batch.cost import CPU, CostModel, DeviceRates, Measured, ModelShape, rates_file, rates_of
 
 EQUAL = DeviceRates(linear_flops=1e12, attention_flops=1e12, kernel_s=0.0, read_bytes=1e12)
 DENSE_7B = {
@@ -79,6 +81,60 @@ def test_a_device_is_known_by_its_name() -> None:
     assert rates_of("cpu") is CPU
     assert rates_of("NVIDIA H100 80GB HBM3") is not rates_of("NVIDIA A100-SXM4-80GB")
     assert rates_of("another accelerator") is rates_of("")
+
+
+def test_each_attention_kernel_has_its_own_rate_and_on_a_cpu_they_are_one() -> None:
+    """`auto` prices a prefix tree by flex attention, whose backward is stated as half as fast as flash attention's."""
+    shape = ModelShape.of_config(DENSE_7B)
+    pairs = np.array([1e9])
+    for name, times in (("cpu", 1.0), ("NVIDIA H200", 6 / 3.5)):
+        cost = CostModel.of_model(shape, rates_of(name))
+        packed, tree = (cost.of(pairs * 0, pairs, pairs * 0, layout=each) for each in ("packed", "prefix_shared"))
+        assert tree / packed == pytest.approx(times)
+        assert cost.of_rows(np.array([10**6]), in_tree=True) >= cost.of_rows(np.array([10**6]))
+    assert CostModel.of_model(shape, rates_of("cpu")).tree_pair == 1.0, "what is planned on a CPU is as before"
+    slower = CostModel.of_model(shape, replace(EQUAL, flex_flops=1e11))
+    assert slower.tree_pair == 10.0
+
+
+def test_rates_that_a_run_recorded_come_before_those_of_its_device() -> None:
+    recorded = {**asdict(EQUAL), "flex_flops": 2e12, "measured_on": "2026-01-01"}
+    assert rates_of("NVIDIA H200", recorded) == replace(EQUAL, flex_flops=2e12)
+    assert CostModel.of_config(DENSE_7B, device="cpu", recorded=recorded).tree_pair == 0.5
+
+
+def updates(**rates: float) -> Measured:
+    """Of `layout_size_form`, in tokens a second."""
+    found = []
+    for name, rate in rates.items():
+        layout, size, form = name.rsplit("_", 2)
+        key = {"layout": layout, "hidden_size": int(size), "checkpointing": True, "positions": 16384}
+        found.append({**key, "compiled": form == "compiled", "tokens_per_s": rate})
+    return Measured(updates=tuple(found))
+
+
+def test_what_compiling_gains_is_read_at_the_nearest_size_that_was_measured_both_ways() -> None:
+    measured = updates(
+        packed_896_eager=100.0,
+        packed_896_compiled=120.0,
+        packed_3584_eager=10.0,
+        packed_3584_compiled=9.0,
+        prefix_shared_896_eager=100.0,
+    )
+    assert measured.compiled_gain(1024, "packed") == pytest.approx(1.2)
+    assert measured.compiled_gain(4096, "packed") == pytest.approx(0.9)
+    assert measured.compiled_gain(1024, "prefix_shared") == 0.0
+    assert Measured().compiled_gain(1024, "packed") == 0.0
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"pieces": [], "rates": 3', "[]"])
+def test_a_damaged_file_of_rates_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.setenv("SKYRL_TRAIN_CACHE", str(tmp_path))
+    file = rates_file("NVIDIA H100 80GB HBM3")
+    assert file == tmp_path / "rates" / "NVIDIA-H100-80GB-HBM3.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    assert Measured.of_device("NVIDIA H100 80GB HBM3") == Measured()
 
 
 def test_a_configuration_in_other_words_has_the_default() -> None:

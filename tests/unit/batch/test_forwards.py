@@ -92,3 +92,5 @@ def test_auto_takes_the_layout_that_costs_least_on_the_model() -> None:
     assert forward.layout == "prefix_shared"
     (forward,) = token_budget(replace(rows, cost=replace(rows.cost, per_call=1e9)))
     assert forward.layout == "padded"
+    (forward,) = token_budget(replace(rows, cost=replace(rows.cost, tree_pair=100.0)))
+    assert forward.layout == "packed", "the kernel of prefix trees may be so slow that they do not pay"

@@ -149,6 +149,121 @@ def test_a_run_that_goes_on_reads_what_was_recorded(
         assert again.derived == (f"sizes       of the run at {place}, where nothing else is stated",)
 
 
+RATES = {
+    "device": "cpu",
+    "measured_on": "2026-01-02",
+    "linear_flops": 1e12,
+    "attention_flops": 5e11,
+    "flex_flops": 2.5e11,
+    "kernel_s": 1e-6,
+    "read_bytes": 1e11,
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which rates are kept."""
+    monkeypatch.setenv("SKYRL_TRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rates"
+
+
+def keep(cache: Path, *, device: str = "cpu", gain: float = 1.0, **changed: float) -> None:
+    """What the self-test measured of a device: compiled layers `gain` times as fast in both layouts."""
+    updates = [
+        {"hidden_size": 512, "layout": layout, "compiled": compiled, "checkpointing": True, "positions": 256,
+         "tokens_per_s": 100.0 * (gain if compiled else 1.0)}
+        for layout in ("packed", "prefix_shared")
+        for compiled in (False, True)
+    ]  # fmt: skip
+    cache.mkdir(parents=True, exist_ok=True)
+    content = {"rates": {**RATES, **changed}, "pieces": [{"piece": "copies"}, *updates]}
+    (cache / f"{device}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_a_device_that_was_not_measured_has_the_stated_rates(model: str, cache: Path) -> None:
+    keep(cache, device="another")
+    config = own_task(model)
+    assert config.platform.rates is None
+    assert config.model.compile is False
+
+
+def test_what_was_measured_of_the_device_is_recorded_with_the_run(model: str, cache: Path) -> None:
+    keep(cache, gain=1.06)
+    config = own_task(model)
+    assert validate_config(config) == []
+    assert config.platform.rates == RATES
+    assert config.model.compile is True
+    assert flat_config(config)["platform.rates.flex_flops"] == 2.5e11
+    assert config.derived[-1] == (
+        "rates       of cpu, measured on 2026-01-02; compiled layers were faster; platform.rates=null takes the stated ones"
+    )
+    supervised = load_node(composed("sft_platform=cpu", model, root="sft"), SFTConfig)
+    assert (supervised.platform.rates, supervised.model.compile) == (RATES, True)
+
+
+def test_rates_are_those_of_the_gpu_that_the_driver_names(
+    model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(cache, device="NVIDIA-H100")
+    monkeypatch.setattr(resolver, "gpu_name", lambda: "NVIDIA H100")
+    assert own_task(model, platform="gpu").platform.rates == RATES
+    assert own_task(model).platform.rates is None
+
+
+@pytest.mark.parametrize(
+    ("stated", "gain", "compiled"),
+    [
+        ("model.compile=auto", 1.06, True),
+        ("model.compile=auto", 1.04, False),
+        ("model.compile=true", 1.0, True),
+        ("model.compile=false", 2.0, False),
+        ("platform.rates=null", 2.0, False),
+        ("model.lora.rank=8", 2.0, False),
+        ("trainer.layout=padded", 2.0, False),
+        ("trainer.layout=packed", 2.0, True),
+    ],
+)
+def test_layers_are_compiled_where_that_was_measured_to_be_faster(
+    model: str, cache: Path, stated: str, gain: float, compiled: bool
+) -> None:
+    keep(cache, gain=gain)
+    assert own_task(model, stated).model.compile is compiled
+
+
+def test_rates_that_are_no_rates_are_refused(model: str) -> None:
+    (found,) = validate_config(own_task(model, "platform.rates={linear_flops: 1e12}"))
+    assert found.field == "platform.rates"
+    assert "kernel_s" in found.rule
+
+
+@pytest.mark.parametrize("how", ["latest", "fork"])
+def test_a_run_that_goes_on_keeps_the_rates_that_it_began_with(
+    tmp_path: Path, model: str, cache: Path, how: str
+) -> None:
+    more = ["trainer.resume_mode=fork", f"trainer.resume_path={tmp_path}/run"] if how == "fork" else []
+    folder = "run" if how == "latest" else "other"
+
+    def record(config: Config) -> None:
+        checkpoint = tmp_path / "run" / "checkpoints" / "step_000010"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"config": flat_config(config)}), encoding="utf-8")
+
+    stated = own_task(model, f"output_dir={tmp_path}/run")
+    keep(cache, gain=1.5)
+    measured = own_task(model, f"output_dir={tmp_path}/run")
+    record(measured)
+    keep(cache, gain=1.0, linear_flops=9e12)
+    again = own_task(model, f"output_dir={tmp_path}/{folder}", *more)
+    assert (again.platform.rates, again.model.compile) == (RATES, True)
+    record(stated)
+    again = own_task(model, f"output_dir={tmp_path}/{folder}", *more)
+    assert (again.platform.rates, again.model.compile) == (None, False)
+    before = {name: value for name, value in flat_config(stated).items() if name != "platform.rates"}
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000010"
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"config": before}), encoding="utf-8")
+    assert own_task(model, f"output_dir={tmp_path}/{folder}", *more).platform.rates is None, "an older release's run"
+
+
 def test_a_run_that_begins_anew_derives_anew(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = own_task(model, f"output_dir={tmp_path}")
     checkpoint = tmp_path / "checkpoints" / "step_000010"

@@ -125,3 +125,16 @@ def test_seeds_of_the_engine_need_an_engine_that_has_one() -> None:
 def test_arguments_without_vllm_do_nothing_and_are_refused() -> None:
     config = replace(Config(), generator=GeneratorConfig(vllm=VLLMConfig(engine_args={"quantization": "fp8"})))
     assert [each.field for each in violations(config)] == ["generator.vllm.engine_args"]
+
+
+@pytest.mark.parametrize(("size", "executor"), [(1, None), (2, "mp")])
+def test_an_engine_of_two_gpus_in_one_bundle_starts_its_own_workers(size: int, executor: str | None) -> None:
+    """vLLM's Ray executor, which it would take there, refuses a bundle of more than one GPU."""
+    config = with_arguments({})
+    options = replace(config.generator.vllm, tensor_parallel_size=size)
+    config = replace(
+        config,
+        platform=PlatformConfig(name="gpu", device="cuda:0"),
+        generator=replace(config.generator, vllm=options),
+    )
+    assert vllm_settings(engine_settings(config)).arguments.get("distributed_executor_backend") == executor

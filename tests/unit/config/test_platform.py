@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.config import platform
 from skyrl_train.config.platform import detect_platform, local_devices, multiplies_bfloat16
 
 
@@ -76,3 +77,18 @@ def test_devices_are_counted_as_far_as_the_process_may_see_them(
     found = local_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
 
     assert found.num_gpus == count
+
+
+def test_a_gpu_has_the_name_that_the_driver_gives_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n[ \"$1\" = --query-gpu=name ] && printf 'NVIDIA H200\\nNVIDIA L4\\n'\n")
+    program.chmod(0o755)
+    platform._nvidia_smi.cache_clear()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    try:
+        assert platform.gpu_name() == "NVIDIA H200"
+    finally:
+        platform._nvidia_smi.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert platform.gpu_name() == ""
+    platform._nvidia_smi.cache_clear()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from skyrl_train.batch.cost import ModelShape
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.plan.calibration import machine_rates
 from skyrl_train.plan.dry_run import expected_step_seconds, plan_batches
 from skyrl_train.plan.estimate import RowLengths
 from skyrl_train.plan.machine import MachineRates, stated_rates
@@ -56,6 +57,16 @@ def test_a_step_of_decoding_starts_each_layer_and_reads_all_weights() -> None:
 def test_more_threads_compute_more() -> None:
     assert stated_rates("cpu", num_threads=2).head_flops == 2 * stated_rates("cpu").head_flops
     assert "reckoned" in stated_rates("H100").source
+
+
+def test_the_plan_of_a_gpu_says_whose_rates_it_reckons_with() -> None:
+    names = ("linear_flops", "attention_flops", "flex_flops", "kernel_s", "read_bytes")
+    rates = {**dict.fromkeys(names, 2e12), "device": "H100", "measured_on": "2026-01-02"}
+    gpu = PlatformConfig(name="gpu", device="cuda:0", rates=rates)
+    found = machine_rates(gpu, "bfloat16")
+    assert found.source == "reckoned from rates of H100 measured on 2026-01-02"
+    assert found.head_flops == 2e12
+    assert machine_rates(replace(gpu, rates=None), "bfloat16").source == "reckoned from stated rates of a GPU"
 
 
 def test_a_step_is_expected_of_the_settings_alone() -> None:

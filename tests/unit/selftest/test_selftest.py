@@ -19,24 +19,9 @@ from skyrl_train.selftest.cases import CASES, Case, Context, chosen_cases
 from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_reference, require_gradient, save_model
 from skyrl_train.selftest.machine import Machine, unsupported_versions
 from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body
+from tests.support.machines import CPU, gpus
 
 BODIES = "tests.support.selftest_bodies"
-CPU = Machine(
-    device="cpu",
-    devices=(),
-    driver="",
-    cuda="",
-    versions={},
-    unsupported=(),
-    python="3.11",
-    system="Linux",
-    num_cpus=2,
-)
-
-
-def gpus(count: int) -> Machine:
-    devices = tuple({"name": "GPU", "memory_bytes": 80 << 30, "uuid": str(i)} for i in range(count))
-    return Machine(**{**vars(CPU), "device": "cuda", "devices": devices})
 
 
 def run(body: str, *, deadline_s: float = 60.0, ranks: int = 1) -> CaseResult:

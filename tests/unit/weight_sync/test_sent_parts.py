@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -173,3 +174,13 @@ def test_a_part_that_is_damaged_or_missing_is_refused() -> None:
     damaged = replace(parts[1], checksum=1)
     with pytest.raises(EngineError, match="arrived damaged"):
         list(Arrivals().take(replace(planned, parts=(parts[0], damaged)), copied))
+
+
+@pytest.mark.parametrize("num_ranks", [8, 512])
+def test_what_the_driver_hands_on_of_a_rank_is_small_and_grows_with_parameters_alone(num_ranks: int) -> None:
+    """Two layers of a 7B model, which are 270 MB: beside the bytes, a description that each engine reads of each rank."""
+    names = tuple(f"model.layers.{number // 7}.mlp.gate_proj_{number}.weight" for number in range(14))
+    shapes = ((18944 // num_ranks, 3584),) * 14
+    pieces = tuple(Piece((18944 // num_ranks * (num_ranks - 1), 0), (18944, 3584), 10) for _ in names)
+    part = Bucket(names=names, dtypes=("bfloat16",) * 14, shapes=shapes, checksum=123456789, rank=7, pieces=pieces)
+    assert len(pickle.dumps(part.fields())) < 150 * len(names)
