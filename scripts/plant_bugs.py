@@ -1,4 +1,4 @@
-"""Plants bugs of the field's history in a copy of the code, one at a time, and shows which test notices each.
+"""Plants bugs, of the field's history and drawn by chance, in a copy of the code and shows which test notices each.
 
     python scripts/plant_bugs.py                          # all of scripts/planted_bugs.yaml; fails where one goes unseen
     python scripts/plant_bugs.py --only clip_higher_ignored one_epoch_only
