@@ -171,9 +171,10 @@ def page_of(bugs: Sequence[Bug], outcomes: Sequence[Outcome], recorded: Mapping[
     lines = [
         "# Planted bugs",
         "",
-        "Bugs that trainers of language models have shipped, planted in a copy of this code one at a time, and the test of",
-        f"the default suite that notices each: {caught} of {len(bugs)}. Written by",
-        "`python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes are in `scripts/planted_bugs.yaml`.",
+        "Bugs that trainers of language models have shipped, and at the end changes that were drawn by chance, planted in a",
+        f"copy of this code one at a time, and the test of the default suite that notices each: {caught} of {len(bugs)}.",
+        "Written by `python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes are in",
+        "`scripts/planted_bugs.yaml`.",
         "",
         "| bug | what goes wrong | where | first test that fails |",
         "|---|---|---|---|",

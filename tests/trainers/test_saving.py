@@ -160,7 +160,7 @@ def test_an_export_that_fails_before_its_first_file_says_why(tmp_path: Path) -> 
         raise OSError(28, "No space left on device")
 
     learner.export_hf = full  # type: ignore[method-assign]
-    with pytest.raises(SaveError, match="could not be exported: .*No space left on device"):
+    with pytest.raises(SaveError, match=r"could not be exported: .*No space left on device"):
         export_whole(learner, tmp_path / "export")
 
 

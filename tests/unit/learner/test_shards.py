@@ -6,7 +6,7 @@ import enum
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner import state
 from skyrl_train.learner.shards import StoredShards, is_sharded, shard_of
 from skyrl_train.learner.state_files import TensorFile
+from tests.support.fake_ranks import as_rank
 from tests.support.gloo_ranks import on_ranks
 
 WHOLE = {
@@ -125,25 +123,16 @@ def test_shards_are_read_by_other_numbers_of_ranks(tmp_path: Path) -> None:
         require_whole(read_all(tmp_path / f"two-of-{source}"))
 
 
-@pytest.fixture
-def second_of_two() -> Iterator[DeviceMesh]:
-    """The mesh of two ranks as the second one has it, whose messages reach nobody."""
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (2,))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_rank_reads_its_own_rows_of_what_one_rank_wrote(tmp_path: Path, second_of_two: DeviceMesh) -> None:
+def test_a_rank_reads_its_own_rows_of_what_one_rank_wrote(tmp_path: Path) -> None:
     whole = WHOLE["model/odd"]
     write_shard(tmp_path, 0, {"model/odd": whole})
     stored = StoredShards(tmp_path)
-    target = DTensor.from_local(
-        torch.zeros(2, 3), second_of_two, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    stored.fill("model/odd", target)
-    assert torch.equal(target.to_local(), whole[3:])
+    with as_rank(1, 2) as mesh:
+        target = DTensor.from_local(
+            torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        stored.fill("model/odd", target)
+        assert torch.equal(target.to_local(), whole[3:])
 
 
 class Bomb:
