@@ -1,4 +1,4 @@
-"""Plants bugs of the field's history in a copy of the code, one at a time, and shows which test notices each.
+"""Plants bugs, of the field's history and drawn by chance, in a copy of the code and shows which test notices each.
 
     python scripts/plant_bugs.py                          # all of scripts/planted_bugs.yaml; fails where one goes unseen
     python scripts/plant_bugs.py --only clip_higher_ignored one_epoch_only
@@ -171,9 +171,10 @@ def page_of(bugs: Sequence[Bug], outcomes: Sequence[Outcome], recorded: Mapping[
     lines = [
         "# Planted bugs",
         "",
-        "Bugs that trainers of language models have shipped, planted in a copy of this code one at a time, and the test of",
-        f"the default suite that notices each: {caught} of {len(bugs)}. Written by",
-        "`python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes are in `scripts/planted_bugs.yaml`.",
+        "Bugs that trainers of language models have shipped, and at the end changes that were drawn by chance, planted in a",
+        f"copy of this code one at a time, and the test of the default suite that notices each: {caught} of {len(bugs)}.",
+        "Written by `python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes are in",
+        "`scripts/planted_bugs.yaml`.",
         "",
         "| bug | what goes wrong | where | first test that fails |",
         "|---|---|---|---|",

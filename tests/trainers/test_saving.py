@@ -19,6 +19,7 @@ from skyrl_train.telemetry.files import FileSums
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.checkpoints import LATEST, CheckpointStore
+from skyrl_train.trainers.saving import export_whole
 from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings
 from tests.support.file_limits import file_size_limit
 
@@ -150,6 +151,17 @@ def test_a_bug_in_a_learner_is_not_taken_for_a_full_disk(tmp_path: Path) -> None
     learner.write_state = broken  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         run.run()
+
+
+def test_an_export_that_fails_before_its_first_file_says_why(tmp_path: Path) -> None:
+    learner = FakeLearner()
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    learner.export_hf = full  # type: ignore[method-assign]
+    with pytest.raises(SaveError, match=r"could not be exported: .*No space left on device"):
+        export_whole(learner, tmp_path / "export")
 
 
 def test_a_line_of_the_record_that_did_not_fit_is_written_later_and_whole(tmp_path: Path) -> None:

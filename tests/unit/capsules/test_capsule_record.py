@@ -102,6 +102,12 @@ def test_the_refused_step_is_found_before_the_one_that_was_finished(tmp_path: Pa
         find_capsule(tmp_path / "nothing", 1)
 
 
+def test_a_folder_of_another_name_is_no_step(tmp_path: Path) -> None:
+    made(tmp_path, 3)
+    (tmp_path / "step_notes").mkdir()
+    assert steps_in(tmp_path) == [3]
+
+
 def test_capsules_and_states_of_later_steps_go_and_those_of_refused_steps_stay(tmp_path: Path) -> None:
     made(tmp_path, 2, 3, 4)
     made(tmp_path / "states", 1, 2, 3, 4)

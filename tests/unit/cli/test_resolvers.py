@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.cli.resolvers import conf_dir
+from skyrl_train.config.data import is_own_data
 from skyrl_train.errors import ConfigError
 
 
@@ -30,3 +31,11 @@ def test_a_missing_one_is_an_error_that_says_where_it_was_sought(tmp_path: Path)
         conf_dir(tmp_path / "skyrl_train")
 
     assert str(tmp_path / "conf") in str(error.value)
+
+
+def test_a_file_in_the_folder_of_gsm8k_is_data_of_ones_own_unless_it_is_one_of_its_two() -> None:
+    assert [is_own_data(f"data/gsm8k/{name}.parquet") for name in ("train", "validation", "mine")] == [
+        False,
+        False,
+        True,
+    ]

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from skyrl_train.config.schema import Config, PlacementConfig, StrategyConfig
 from skyrl_train.config.validate import validate_config
+from skyrl_train.distributed.fsdp import hold_whole_gradients, whole_gradients
+from skyrl_train.distributed.gather import own_box
 from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, Replicated, SingleProcess, make_strategy
 from skyrl_train.errors import ConfigError
+from tests.support.fake_ranks import as_rank
 from tests.support.gloo_ranks import on_ranks
 
 
@@ -31,6 +36,23 @@ def test_replicas_add_their_gradients_and_do_not_average_them(tmp_path: Path, mo
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for gradients in on_ranks(reduce_own, tmp_path):
         assert [gradient.tolist() for gradient in gradients] == [[[0, 3, 6], [9, 12, 15]]] * 3
+
+
+def test_a_rank_hands_over_the_rows_that_it_has_and_where_they_begin() -> None:
+    with as_rank(1, 2) as mesh:
+        rows = torch.ones(2, 3)
+        whole = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 3)), stride=(3, 1))
+        found = own_box(whole, share=1, num_shares=2)
+    assert found is not None
+    assert (found[0].shape, found[1]) == ((2, 3), (3, 0))
+
+
+def test_gradients_that_wait_for_their_sum_begin_as_zeros_of_the_whole_shape() -> None:
+    with as_rank(0, 2) as mesh:
+        module = nn.Linear(3, 4, bias=False)
+        fully_shard(module, mesh=mesh)
+        hold_whole_gradients(module)
+        assert [gradient.tolist() for gradient in whole_gradients(module)] == [[[0.0] * 3] * 4]
 
 
 class Lone(SingleProcess):

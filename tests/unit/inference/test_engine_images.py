@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.images import ImageSpan
 from skyrl_train.inference.decode import Decoder
 from skyrl_train.inference.http import HTTPEngine
+from skyrl_train.inference.http_images import image_body
 from tests.support.vision_cases import PLACEHOLDER, make_image, make_vlm
 from tests.support.vision_engines import (
     SMALL,
@@ -89,6 +93,18 @@ def test_a_server_is_told_tokens_and_pixels_and_not_what_to_make_of_an_image() -
     kind, shape, pixels = item["pixel_values"]["data"]
     assert (kind, shape, pixels.data) == ("float32", list(WIDE.pixels.shape), WIDE.pixels.tobytes())
     assert np.frombuffer(item["image_grid_thw"]["data"][2].data, np.int64).tolist() == [1, 2, 8]
+
+
+def test_pixels_go_under_the_code_by_which_the_installed_vllm_reads_bytes() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the extra `vllm` is not installed")
+    source = (Path(spec.submodule_search_locations[0]) / "v1" / "serial_utils.py").read_text()
+    (code,) = re.findall(r"^CUSTOM_TYPE_RAW_VIEW = (\d+)$", source, re.MULTILINE)
+    (request,) = requests_of([image_prompt(WIDE, before=2, after=3)])
+    completion = {"model": "m", "prompt": [], "return_token_ids": True, "request_id": "r", "stop": None}
+    encoded = image_body(request, completion)["features"]["kwargs_data"]["image"][0]
+    assert msgpack.unpackb(base64.b64decode(encoded))["pixel_values"]["data"][2].code == int(code)
 
 
 def test_a_server_without_that_interface_is_told_how_to_start() -> None:

@@ -14,11 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Shard
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner import state
 from skyrl_train.learner.shards import StoredShards, is_sharded, shard_of
 from skyrl_train.learner.state_files import TensorFile
+from tests.support.fake_ranks import as_rank
 from tests.support.gloo_ranks import on_ranks
 
 WHOLE = {
@@ -93,6 +95,18 @@ def test_shards_are_read_by_other_numbers_of_ranks(tmp_path: Path) -> None:
     require_whole(read_all(tmp_path / "three"))
     on_ranks(write_and_read, tmp_path, "three", "two", num_ranks=2)
     require_whole(read_all(tmp_path / "two"))
+
+
+def test_a_rank_reads_its_own_rows_of_what_one_rank_wrote(tmp_path: Path) -> None:
+    whole = WHOLE["model/odd"]
+    write_shard(tmp_path, 0, {"model/odd": whole})
+    stored = StoredShards(tmp_path)
+    with as_rank(1, 2) as mesh:
+        target = DTensor.from_local(
+            torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        stored.fill("model/odd", target)
+        assert torch.equal(target.to_local(), whole[3:])
 
 
 class Bomb:

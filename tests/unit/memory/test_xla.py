@@ -13,7 +13,7 @@ from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.memory.fit import fit_memory_model, probes_at_the_limit
 from skyrl_train.memory.model_sizes import sizes_of_model
 from skyrl_train.memory.sizing import SizingLimits, size_all
-from skyrl_train.memory.xla import CompiledModel, CompiledProbe
+from skyrl_train.memory.xla import CompiledModel, CompiledProbe, _attention
 from tests.support.learner_cases import make_learner, save_tiny_model
 
 
@@ -64,6 +64,14 @@ def jax_probe(*, training: bool) -> CompiledProbe:
 
 def test_a_compiled_backward_pass_takes_more_than_a_forward() -> None:
     assert jax_probe(training=True)(2, 64).peak_bytes > jax_probe(training=False)(2, 64).peak_bytes
+
+
+def test_compiled_attention_keeps_the_scores_of_a_block_of_queries_and_not_of_all() -> None:
+    jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    length, heads = 512, 4
+    states = jax.ShapeDtypeStruct((1, length, heads, 8), "float32")
+    stats = jax.jit(_attention).lower(states, states, states).compile().memory_analysis()
+    assert stats.temp_size_in_bytes < length * length * heads * 4 / 4
 
 
 @pytest.mark.slow

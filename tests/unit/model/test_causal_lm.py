@@ -279,6 +279,10 @@ def model_alone(folder: Path, dtype: torch.dtype, model: ModelConfig) -> PreTrai
     return from_pretrained(folder, dtype, model)[0]
 
 
+def three_things(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[PreTrainedModel, list[str], list[str]]:
+    return *from_pretrained(folder, dtype, model), []
+
+
 def no_model(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[object, list[str]]:
     return folder, []
 
@@ -304,6 +308,7 @@ def test_a_custom_loader_reads_the_weights_of_whatever_is_loaded(folder: Path) -
     [
         ("half_precision", "gave parameters of type torch.bfloat16; its second argument asks for torch.float32"),
         ("model_alone", "gave Qwen2ForCausalLM, not \\(model, names of parameters"),
+        ("three_things", "gave tuple, not \\(model, names of parameters"),
         ("no_model", "gave PosixPath in place of a transformers.PreTrainedModel"),
         ("lacking", "lack 1 parameters, e.g. model.norm.weight"),
         ("unreadable", "cannot be loaded: OSError: .* is encrypted"),

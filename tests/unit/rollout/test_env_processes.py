@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
 from skyrl_train.rollout.env_connection import MAX_FRAME_BYTES, Frames, frame
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings, violations_in_process
 from skyrl_train.rollout.env_processes import ProcessEnvironments
+from skyrl_train.rollout.env_worker import _load
 from skyrl_train.rollout.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
@@ -302,6 +304,18 @@ def test_workers_of_a_module_that_leaves_a_thread_behind_import_it_themselves(
         return result.reward
 
     assert asyncio.run(one()) == 0.0
+
+
+def test_a_process_in_which_a_thread_runs_is_not_to_be_forked() -> None:
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait, args=(60.0,))
+    beside.start()
+    try:
+        known = _load({"specs": [], "tools": [], "rewards": {}, "registry": False})
+    finally:
+        over.set()
+        beside.join()
+    assert not known["forkable"]
 
 
 def test_the_bundled_environment_runs_on_threads_and_others_in_processes() -> None:

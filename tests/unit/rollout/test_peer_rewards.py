@@ -87,6 +87,10 @@ class Remembering:
         return self.worth * (ground_truth in solution_str)
 
 
+def says_anything(solution_str, extra_info=None):
+    return float(bool(solution_str))
+
+
 def without_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"acc": 1.0}
 
@@ -154,6 +158,10 @@ def test_rewards_of_verls_signature_are_called_as_verl_calls_them(
     row = {"data_source": "sums", "reward_model": {"ground_truth": "4"}, "extra_info": {"worth": 3}}
     assert reward_facts(reward).convention == "verl"
     assert rewards_of(roll_out(reward, **row)) == values
+
+
+def test_a_row_without_the_column_reward_model_is_scored_too(roll_out: Any) -> None:
+    assert rewards_of(roll_out(named("says_anything"))) == [1.0, 1.0, 1.0]
 
 
 def test_a_reward_that_does_not_apply_leaves_the_others_to_score_the_trajectory(roll_out: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import threading
@@ -14,6 +15,7 @@ import pytest
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
 from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.rollout.adapters.verifiers_harness import _result
 from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.rollout.env_local import violations_in_process
 from skyrl_train.rollout.generator import RolloutGenerator
@@ -298,3 +300,19 @@ def test_the_user_is_played_by_another_model(
     ((asked, (end,)),) = played(spec, [{"task": 1}], ["dog"])
     assert asked == "Say dog, please."
     assert (end.reward, end.done) == (2.0, True)
+
+
+def test_a_tool_gets_the_arguments_that_the_model_wrote_or_the_model_is_told_what_is_wrong() -> None:
+    called: list[Any] = []
+
+    async def call_tool(name: str, arguments: dict[str, Any]) -> str:
+        called.append((name, arguments))
+        return "done"
+
+    def result(written: str) -> Any:
+        return asyncio.run(_result({"function": {"name": "add", "arguments": written}}, call_tool))
+
+    assert (result('{"a": 1}'), result("")) == ("done", "done")
+    assert called == [("add", {"a": 1}), ("add", {})]
+    assert "resend the call with valid JSON" in result("{")
+    assert "must be a JSON object" in result("[1]")

@@ -108,7 +108,8 @@ def test_a_line_holds_what_a_reader_looks_for() -> None:
 
 # Hand-written files
 
-MINIMAL = {"uid": "q", "turns": [{"prompt_token_ids": [1, 2], "response_token_ids": [3], "reward": 1}]}
+MINIMAL_TURN = {"prompt_token_ids": [1, 2], "response_token_ids": [3], "reward": 1}
+MINIMAL = {"uid": "q", "turns": [MINIMAL_TURN]}
 
 
 def test_group_tokens_and_rewards_are_enough(tmp_path: Path) -> None:
@@ -179,6 +180,10 @@ def test_trees_masks_and_runs_of_versions_are_kept() -> None:
         (
             {"turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": 1, "logprobs": [None]}]},
             "a log-probability must be a finite number; got None",
+        ),
+        (
+            {"turns": [{**MINIMAL_TURN, "weight_versions": [[0, 2**31]]}]},
+            "a weight version must be a whole number from 0 to 2147483647; got 2147483648",
         ),
         ({"outcome": "great"}, "'great' is not a valid Outcome"),
         ({"outcome": "failed"}, "outcome and failure disagree"),

@@ -68,6 +68,14 @@ def test_matrices_travel_in_the_engines_type_and_vectors_in_their_own(sender: Ra
         assert torch.equal(tensor, expected), name
 
 
+def test_a_weight_without_values_is_handed_over_too(model: Any) -> None:
+    model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0, 4)))
+    sender = RankSender(model, SingleProcess(), CPU)
+    (planned,) = plan(sender)
+    part = sender.carry_part(planned)
+    assert dict(zip(part.names, part.shapes))["nothing"] == (0, 4)
+
+
 def test_a_merged_adapter_is_added_before_it_is_rounded(model: Any) -> None:
     add_adapter(model, LoraConfig(rank=2, targets=("q_proj",)), seed=0)
     with torch.no_grad():
