@@ -141,12 +141,23 @@ def _parameters(path: str, revision: str | None) -> int:
 
 def _recorded(root: DictConfig) -> Mapping[str, Any]:
     """Return the settings, by name, of the checkpoint that the run goes on from; nothing where it begins anew."""
-    mode, path = (_selected(root, f"trainer.{name}") for name in ("resume_mode", "resume_path"))
+    names = ("trainer.resume_mode", "trainer.resume_path", "output_dir")
+    return recorded_settings(*(str(_selected(root, name) or "") for name in names))
+
+
+def recorded_settings(mode: str, path: str, output_dir: str) -> Mapping[str, Any]:
+    """Return the settings, by dotted name, of the checkpoint that a run goes on from; nothing where it begins anew.
+
+    Args:
+        mode: `trainer.resume_mode`.
+        path: `trainer.resume_path`; may be empty.
+        output_dir: Of the run.
+    """
     if mode == "none":
         return {}
     try:
-        own = _newest_state(Path(str(_selected(root, "output_dir"))).expanduser()) if mode != "from_path" else None
-        file = own or (_newest_state(Path(str(path)).expanduser()) if mode in ("from_path", "fork") and path else None)
+        own = _newest_state(Path(output_dir).expanduser()) if mode != "from_path" else None
+        file = own or (_newest_state(Path(path).expanduser()) if mode in ("from_path", "fork") and path else None)
         settings = {} if file is None else read_json(file)["config"]
     except (OSError, ValueError, KeyError, TypeError):  # told where the run goes on from it
         return {}

@@ -18,7 +18,7 @@ from skyrl_train.config.bundles import Role, shares_devices
 from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, run_models
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.placement import mesh_sizes
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, OptimizerConfig
 from skyrl_train.errors import MemoryLimitError, ModelError, Violation
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_architecture
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
@@ -280,7 +280,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
         cpu_offload=settings.strategy.cpu_offload,
         gradient_sync=settings.strategy.gradient_sync,
         device_bytes=int(config.plan.device_memory_gb * 1e9),
-        state_bytes=_state_bytes(settings),
+        state_bytes=0 if settings.optimizer is None else optimizer_state_bytes(settings.optimizer),
         compute_bytes=2 if model.dtype == "bfloat16" else 4,
         frozen_bytes=2 if model.dtype == "bfloat16" else 4,
         is_scored_only=settings.optimizer is None,
@@ -352,11 +352,9 @@ def _learner_without_weights(
     return learner_of(engine, settings)
 
 
-def _state_bytes(settings: LearnerSettings) -> int:
-    """Of an optimizer's state, for each parameter: AdamW's for a custom optimizer, of which nothing is known."""
-    if settings.optimizer is None:
-        return 0
-    return 0 if OPTIMIZERS.name_of(settings.optimizer.name) == "sgd" else 8
+def optimizer_state_bytes(optimizer: OptimizerConfig) -> int:
+    """Return the bytes of an optimizer's state for each parameter: AdamW's for a custom one, of which nothing is known."""
+    return 0 if OPTIMIZERS.name_of(optimizer.name) == "sgd" else 8
 
 
 def _pass(predicted: PredictedPasses, role: str, phase: Phase, limit_bytes: int, *, one_row: bool) -> PassMemory:
