@@ -20,7 +20,7 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.memory.model_sizes import ModelSizes, model_sizes, read_architecture
-from skyrl_train.plan.forms import LAYOUT_SETTINGS, Allocation, Form, allocations, rank_forms, step_work
+from skyrl_train.plan.forms import LAYOUT_SETTINGS, Allocation, EngineOptions, Form, allocations, rank_forms, step_work
 from skyrl_train.plan.memory import optimizer_state_bytes, plan_memory
 from skyrl_train.plan.scale import Device, ScaledModel, devices_per_engine, engine_room
 from skyrl_train.wording import counted, three_digits
@@ -145,7 +145,13 @@ class Search:
         misfits: list[Form] = []
         before = self._broken(self.config)
         for form in forms:
-            placed = self._in_form(form)
+            placed = self._in_form(
+                form.allocation,
+                form.strategy,
+                recomputed=form.recomputed,
+                engine_size=form.engine_size,
+                num_engines=form.num_engines,
+            )
             if not self._broken(placed) - before and self._problem(placed, facts, form) is None:
                 return replace(placed, derived=(*placed.derived, _line(form, forms, misfits)))
             misfits.append(form)
@@ -160,31 +166,32 @@ class Search:
     def _forms(self, nodes: int, per_node: int, facts: ModelSizes) -> list[Form]:
         """Return what may be chosen, the quickest on paper first."""
         config, vllm = self.config, self.config.generator.vllm
-        work = step_work(config)
         engines = config.generator.has_own_devices
-        shares = not (engines and config.trainer.max_staleness) or nodes * per_node == 1
-        places = allocations(
-            nodes,
-            per_node,
-            shares=shares,
-            apart=engines,
-            num_models=1 + bool(config.critic.model.path),
-        )
         pipeline = max(1, vllm.devices_per_engine // vllm.tensor_parallel_size)
         sizes = self._engine_sizes(per_node, facts)
         plain = self._engine_size(sizes, facts, nodes * per_node)
         return rank_forms(
             self._model(facts),
-            work,
+            step_work(config),
             self._device,
-            list(places),
+            allocations(
+                nodes,
+                per_node,
+                shares=not (engines and config.trainer.max_staleness),
+                apart=engines,
+                num_models=1 + bool(config.critic.model.path),
+            ),
             config.strategy,
             self.free,
-            engine_sizes={size * pipeline: size == plain for size in sizes} if engines else {},
-            num_engines=vllm.num_engines,
-            max_seqs=vllm.most_sequences(on_gpu=True),
+            engines=EngineOptions(
+                sizes={size * pipeline: size == plain for size in sizes},
+                num_engines=vllm.num_engines,
+                max_seqs=vllm.most_sequences(on_gpu=True),
+                share=vllm.gpu_memory_utilization,
+            )
+            if engines
+            else None,
             recomputed=self._recomputed,
-            engine_share=vllm.gpu_memory_utilization,
         )
 
     def _model(self, facts: ModelSizes) -> ScaledModel:
@@ -198,9 +205,11 @@ class Search:
             engine_bytes=self._engine_weights(facts) // facts.parameters,
         )
 
-    def _in_form(self, form: Form) -> Config:
-        """Return the config with the form as if it were stated."""
-        config, place = self.config, form.allocation
+    def _in_form(
+        self, place: Allocation, strategy: StrategyConfig, *, recomputed: bool, engine_size: int, num_engines: int
+    ) -> Config:
+        """Return the config with a form as if it were stated."""
+        config = self.config
         settings = {
             f"{role}_{name}": value
             for role in ROLES
@@ -218,14 +227,14 @@ class Search:
         placed = replace(
             config,
             placement=chosen(config.placement, colocate_all=place.shares, **settings),
-            strategy=form.strategy,
-            model=replace(config.model, gradient_checkpointing=form.recomputed),
+            strategy=strategy,
+            model=replace(config.model, gradient_checkpointing=recomputed),
         )
-        if not form.engine_size:
+        if not engine_size:
             return placed
         vllm = config.generator.vllm
         pipeline = max(1, vllm.devices_per_engine // vllm.tensor_parallel_size)
-        vllm = replace(vllm, num_engines=form.num_engines, tensor_parallel_size=form.engine_size // pipeline)
+        vllm = replace(vllm, num_engines=num_engines, tensor_parallel_size=engine_size // pipeline)
         return replace(placed, generator=replace(config.generator, vllm=vllm))
 
     def _plain(self, nodes: int, per_node: int, facts: ModelSizes | None) -> Config:
@@ -238,16 +247,11 @@ class Search:
             if facts is not None:
                 size = self._engine_size(self._engine_sizes(per_node, facts), facts, nodes * per_node)
         return self._in_form(
-            Form(
-                allocation=place,
-                strategy=self.config.strategy,
-                recomputed=self._recomputed[-1],
-                engine_size=size * pipeline,
-                num_engines=vllm.num_engines or max(1, nodes * per_node // max(1, size * pipeline)),
-                seconds={},
-                step_s=0.0,
-                num_changes=0,
-            )
+            place,
+            self.config.strategy,
+            recomputed=self._recomputed[-1],
+            engine_size=size * pipeline,
+            num_engines=vllm.num_engines or max(1, nodes * per_node // max(1, size * pipeline)),
         )
 
     def _engine_sizes(self, per_node: int, facts: ModelSizes) -> list[int]:

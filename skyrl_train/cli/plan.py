@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         placement, memory, asked_for_memory = None, None, config.plan.device_memory_gb > 0
         try:
             config, found, assumed = place_for_plan(config)
-            notes += assumed
+            notes += [*assumed, *(" ".join(line.split()) for line in config.derived if line.startswith("form"))]
             placement = placement_report(config, found)
             try:
                 memory = plan_memory(config, announce=progress.tell)

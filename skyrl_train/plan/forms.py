@@ -11,7 +11,7 @@ Serially a step is rollouts, moves between device and host where they share, upd
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.config.algorithm import needs_reference
@@ -81,7 +81,7 @@ class StepWork:
     """Optimizer steps of all models, and what they score in units of one."""
     micro_batches: tuple[int, ...]
     """Positions that a micro-batch may have, the fewest first."""
-    rollouts: Rollouts
+    rollouts: Rollouts | None = None
     max_staleness: int = 0
 
 
@@ -100,6 +100,7 @@ class Form:
     step_s: float
     num_changes: int
     """In how many settings it is not the plainest."""
+    update: Update
     has_plain_engines: bool = True
 
     @property
@@ -187,100 +188,120 @@ def layouts(
                         )
 
 
-def best_update(
-    model: ScaledModel,
-    strategy: StrategyConfig,
-    num_ranks: int,
-    work: Work,
-    device: Device,
-    *,
-    micro_batches: Sequence[int],
-    recomputed: bool = True,
-) -> Update | None:
-    """Return the update with the micro-batch of those that fit by which it is quickest, then smallest; None where the
-    fewest positions take more than all of the device."""
-    mesh = mesh_sizes(strategy, num_ranks)
-    best: Update | None = None
-    for size in micro_batches:
-        found = update_on(
-            model, mesh, work, device, micro_batch=size, offloaded=strategy.cpu_offload, recomputed=recomputed
-        )
-        # On paper it holds less than it will; whether it does fit is for a trace to say.
-        if best is None and found.memory_bytes > device.memory_bytes:
-            return None
-        if best is not None and not found.fits(device):
-            break
-        # Sums that are equal on paper differ in their last bits.
-        if best is None or round(found.step_s, 6) < round(best.step_s, 6):
-            best = found
-        if found.micro_batches == 1:
-            break
-    return best
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What engines may be."""
+
+    sizes: Mapping[int, bool]
+    """GPUs that one engine may have, and whether that is the plainest number."""
+    num_engines: int = 0
+    """Where they are stated."""
+    max_seqs: int = 1024
+    share: float = 0.8
+    """Of a GPU's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engines:
+    """Engines of one size, and the seconds of a batch's rollouts: in all, and in which they are busy."""
+
+    size: int = 0
+    count: int = 0
+    rollouts_s: float = 0.0
+    busy_s: float = 0.0
+    is_plain: bool = True
 
 
 def rank_forms(
     model: ScaledModel,
     work: StepWork,
     device: Device,
-    places: Sequence[Allocation],
+    places: Iterable[Allocation],
     stated: StrategyConfig,
     free: Collection[str],
     *,
-    engine_sizes: Mapping[int, bool],
-    num_engines: int = 0,
-    max_seqs: int = 1024,
+    engines: EngineOptions | None = None,
     recomputed: Sequence[bool] = (True,),
-    engine_share: float = 0.8,
 ) -> list[Form]:
     """Return all forms by their score, the best first.
 
     Args:
-        engine_sizes: GPUs that one engine may have, and whether that is the plainest number; empty without engines.
-        num_engines: Where they are stated.
+        free: The settings of `strategy` that may be others than the `stated` ones.
+        engines: None where none take GPUs.
         recomputed: Values of `model.gradient_checkpointing`.
     """
     found: list[Form] = []
-    mean_length = work.update.mean_length
     for place in places:
         here = replace(device, node_size=place.ranks_per_node)
-        engines: dict[int, tuple[int, float, float]] = {}
-        for size in engine_sizes:
-            count = num_engines or place.engine_nodes * (place.engine_gpus_per_node // size)
-            if count and size <= place.engine_gpus_per_node:
-                rates = engine_rates(
-                    model, size, device, mean_length=mean_length, max_seqs=max_seqs, share=engine_share
-                )
-                engines[size] = (count, *rollout_s(rates, work.rollouts, count))
-        for strategy in layouts(model, place, stated, free):
+        made = [*_engines(model, work, device, place, engines)] if engines else [_Engines()]
+        for strategy in layouts(model, place, stated, free) if made else ():
             for recomputes in recomputed:
-                update = best_update(
-                    model,
-                    strategy,
-                    place.ranks,
-                    work.update,
-                    here,
-                    micro_batches=work.micro_batches,
-                    recomputed=recomputes,
-                )
+                update = best_update(model, strategy, place.ranks, work, here, recomputed=recomputes)
                 if update is None:
                     continue
                 changes = sum(getattr(strategy, name) != getattr(stated, name) for name in LAYOUT_SETTINGS)
-                for size, (count, rollouts, busy) in (engines or {0: (0, 0.0, 0.0)}).items():
-                    seconds = _phases(model, work, here, place, update, size, rollouts)
+                for each in made:
+                    seconds = _phases(model, work, here, place, update, each)
                     found.append(
                         Form(
                             allocation=place,
                             strategy=strategy,
                             recomputed=recomputes,
-                            engine_size=size,
-                            num_engines=count,
+                            update=update,
+                            engine_size=each.size,
+                            num_engines=each.count,
                             seconds=seconds,
-                            step_s=_step_s(seconds, busy, work.max_staleness),
+                            step_s=_step_s(seconds, each.busy_s, work.max_staleness),
                             num_changes=changes + (not place.shares),
-                            has_plain_engines=engine_sizes.get(size, True),
+                            has_plain_engines=each.is_plain,
                         )
                     )
     return sorted(found, key=lambda form: (form.score, form.num_changes))
+
+
+def _engines(
+    model: ScaledModel, work: StepWork, device: Device, place: Allocation, options: EngineOptions
+) -> Iterator[_Engines]:
+    """Yield those that the allocation has GPUs for."""
+    for size, is_plain in options.sizes.items():
+        count = options.num_engines or place.engine_nodes * (place.engine_gpus_per_node // size)
+        if not count or size > place.engine_gpus_per_node:
+            continue
+        mean_length = work.update.mean_length
+        rates = engine_rates(
+            model, size, device, mean_length=mean_length, max_seqs=options.max_seqs, share=options.share
+        )
+        whole, busy = rollout_s(rates, work.rollouts, count) if work.rollouts else (0.0, 0.0)
+        yield _Engines(size=size, count=count, rollouts_s=whole, busy_s=busy, is_plain=is_plain)
+
+
+def best_update(
+    model: ScaledModel,
+    strategy: StrategyConfig,
+    num_ranks: int,
+    work: StepWork,
+    device: Device,
+    *,
+    recomputed: bool = True,
+) -> Update | None:
+    """Return the update with the micro-batch of those that fit by which it is quickest, then smallest; None where the
+    fewest positions take more than all of the device."""
+    mesh = mesh_sizes(strategy, num_ranks)
+    best: Update | None = None
+    for size in work.micro_batches:
+        found = update_on(
+            model, mesh, work.update, device, micro_batch=size, offloaded=strategy.cpu_offload, recomputed=recomputed
+        )
+        # On paper it holds less than it will; whether it does fit is for a trace to say.
+        if best is None and found.memory_bytes > device.memory_bytes:
+            return None
+        if best is not None and not found.fits(device):
+            break
+        if best is None or round(found.step_s, 6) < round(best.step_s, 6):
+            best = found
+        if found.micro_batches == 1:
+            break
+    return best
 
 
 def _phases(
@@ -289,17 +310,16 @@ def _phases(
     device: Device,
     place: Allocation,
     update: Update,
-    engine_size: int,
-    rollouts: float,
+    engines: _Engines,
 ) -> dict[str, float]:
     weights = model.engine_bytes * model.counts.total
     # Shared, what a model keeps leaves its device and comes back, and so do an engine's weights.
     kept = sum(update.memory.get(kind, 0) for kind in ("parameters", "optimizer state"))
-    moves = 2 * (kept + weights / engine_size) / device.host_rate if place.shares and engine_size else 0.0
+    moves = 2 * (kept + weights / engines.size) / device.host_rate if place.shares and engines.size else 0.0
     is_near = place.shares or (place.engine_nodes == place.nodes == 1 and not place.has_own_nodes)
-    to_engines = weights / (device.node_rate if is_near else device.network_rate) if engine_size else 0.0
+    to_engines = weights / (device.node_rate if is_near else device.network_rate) if engines.size else 0.0
     return {
-        "rollouts": rollouts,
+        "rollouts": engines.rollouts_s,
         "moves": moves,
         "update": work.num_updates * update.step_s,
         "sync": update.seconds["weight sync"] + to_engines,
