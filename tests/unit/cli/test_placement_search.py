@@ -307,3 +307,52 @@ def fits(form: Config, devices: Devices) -> bool:
     except ModelError:
         return False
     return memory is not None and not memory.violations()
+
+
+# Published forms
+
+PAGE = Path(__file__).parents[3] / "docs" / "scale.md"
+RECIPES = {
+    "SkyRL, Qwen2.5-Math-7B": ("Qwen2.5-7B", 1, 512, 32, 16, 2048, 8192, ()),
+    "SkyRL, Qwen2.5-32B, GSM8K": ("Qwen2.5-32B", 2, 32, 32, 4, 512, 1024, ()),
+    "SkyRL, Qwen2.5-32B, DAPO": ("Qwen2.5-32B", 2, 512, 32, 16, 2048, 20480, ()),
+    "verl, Qwen2.5-32B, GSM8K": ("Qwen2.5-32B", 2, 1024, 128, 5, 1024, 1024, ()),
+    "verl, Qwen2.5-32B, DAPO": ("Qwen2.5-32B", 16, 512, 32, 16, 2048, 20480, ()),
+    "verl, Qwen2.5-72B, DAPO": ("Qwen2.5-72B", 16, 512, 32, 16, 2048, 20480, ()),
+    "verl, Qwen3-30B-A3B": ("Qwen3-30B-A3B", 1, 512, 128, 8, 2048, 4096, ()),
+    "NeMo RL, Qwen2.5-32B": ("Qwen2.5-32B", 32, 64, 64, 32, 1024, 15360, ()),
+    "NeMo RL, Qwen3-30B-A3B": ("Qwen3-30B-A3B", 4, 64, 64, 32, 1024, 3072, ()),
+    "NeMo RL, Llama-3.3-70B": ("Llama-3.1-70B", 4, 64, 64, 32, 1024, 3072, ()),
+    "prime-rl, Qwen3-30B-A3B": (
+        "Qwen3-30B-A3B",
+        4,
+        64,
+        64,
+        8,
+        1024,
+        31744,
+        ("trainer.max_staleness=8", "algorithm=tis"),
+    ),
+}
+"""Model, nodes of 8, prompts of a batch and of a mini-batch, samples, tokens of a prompt and of a response, and more."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_page_has_what_is_chosen_for_published_recipes(name: str) -> None:
+    (row,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} |")]
+    assert form_of(recipe(name)).partition(":")[0] == row.split(" | ")[3]
+
+
+def recipe(name: str) -> Config:
+    model, nodes, batch, mini, samples, prompt, response, more = RECIPES[name]
+    settings = {
+        "trainer.train_batch_size": batch,
+        "trainer.policy_mini_batch_size": mini,
+        "generator.n_samples_per_prompt": samples,
+        "generator.max_turns": 1,
+        "data.max_prompt_length": prompt,
+        "generator.sampling.max_generate_length": response,
+        "generator.max_context_length": prompt + response,
+    }
+    return placed(model, gpus(*[8] * nodes), CLUSTER, *(f"{key}={value}" for key, value in settings.items()), *more)
