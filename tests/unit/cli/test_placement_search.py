@@ -8,6 +8,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,17 +215,11 @@ def best_of_all(config: Config, devices: Devices) -> tuple[float, Config] | None
         kv_heads = facts.num_kv_heads
         if size > room or facts.num_heads % size or (kv_heads % size and size % kv_heads):
             continue
-        placement = replace(
-            config.placement,
-            auto=False,
-            backend="ray",
-            colocate_all=shared,
-            **{f"{role}_num_nodes": training for role in ("policy", "critic", "ref")},
-            **{f"{role}_num_gpus_per_node": ranks for role in ("policy", "critic", "ref")},
-            inference_num_nodes=hosts if own else 0,
-            inference_num_gpus_per_node=per_node if own else 0,
-            stated=(),
-        )
+        lie: dict[str, Any] = {f"{role}_num_nodes": training for role in ("policy", "critic", "ref")}
+        lie |= {f"{role}_num_gpus_per_node": ranks for role in ("policy", "critic", "ref")}
+        lie |= {"inference_num_nodes": hosts, "inference_num_gpus_per_node": per_node} if own else {}
+        plain: dict[str, Any] = {"auto": False, "backend": "ray", "colocate_all": shared, "stated": ()}
+        placement = replace(config.placement, **plain, **lie)
         vllm = replace(config.generator.vllm, num_engines=hosts * (room // size), tensor_parallel_size=size)
         for strategy in strategies(training * ranks, facts.num_heads, kv_heads, config):
             form = replace(
@@ -286,7 +281,8 @@ def score_of(form: Config, config: Config, devices: Devices) -> float:
     assert facts is not None
     search = Search(config, devices)
     plain = search._engine_size(search._engine_sizes(per_node, facts), facts, nodes * per_node)
-    return round(step * (1 + 0.01 * changes + 0.25 * (size != plain)), 6)
+    score: float = step * (1 + 0.01 * changes + 0.25 * (size != plain))
+    return round(score, 6)
 
 
 @functools.cache

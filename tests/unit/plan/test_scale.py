@@ -118,7 +118,7 @@ def test_layers_that_are_not_recomputed_keep_what_they_make_and_save_a_pass() ->
         update_on(B7, MeshSizes(shard=8), WORK, Device(), micro_batch=16_000, recomputed=each) for each in (True, False)
     )
     assert kept.memory["activations"] > 9 * again.memory["activations"]
-    assert kept.seconds["products"] / again.seconds["products"] == pytest.approx(3 / 4, rel=0.02)
+    assert kept.seconds["products"] / again.seconds["products"] == pytest.approx(3 / 4, rel=0.03)  # of the layers' products
 
 
 def test_an_optimizer_in_the_host_is_felt_and_an_adapter_has_next_to_no_state() -> None:
