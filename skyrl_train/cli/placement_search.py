@@ -21,7 +21,7 @@ from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.memory.model_sizes import ModelSizes, model_sizes, read_architecture
 from skyrl_train.plan.forms import LAYOUT_SETTINGS, Allocation, EngineOptions, Form, allocations, rank_forms, step_work
-from skyrl_train.plan.memory import optimizer_state_bytes, plan_memory
+from skyrl_train.plan.memory import head_violations, optimizer_state_bytes, plan_memory
 from skyrl_train.plan.scale import Device, ScaledModel, devices_per_engine, engine_room
 from skyrl_train.wording import counted, three_digits
 
@@ -161,7 +161,8 @@ class Search:
     def _broken(config: Config) -> set[str]:
         """The settings of which a rule says that they are wrong, but for a cluster that several nodes need."""
         named = replace(config.placement, ray_address=config.placement.ray_address or "auto")
-        return {each.field for each in validate_config(replace(config, placement=named))}
+        config = replace(config, placement=named)
+        return {each.field for each in (*validate_config(config), *head_violations(config))}
 
     def _forms(self, nodes: int, per_node: int, facts: ModelSizes) -> list[Form]:
         """Return what may be chosen, the quickest on paper first."""

@@ -104,7 +104,7 @@ class ScaledModel:
         """Return the model of a config.json; where not `trains_all`, an adapter's parameters count as none.
         `settings`: `state_bytes` and `engine_bytes`.
 
-        Raises KeyError for a config that names no hidden size, layers, heads or features.
+        Raises KeyError for a config that names no hidden size, layers or heads.
         """
         config = text_part(whole)
         shape = ModelShape.of_config(config)
@@ -113,8 +113,9 @@ class ScaledModel:
         kv_heads = int(config.get("num_key_value_heads") or heads)
         query, kv = heads * head, kv_heads * head
         experts = num_experts(config)
-        width = int((experts and config.get("moe_intermediate_size")) or config["intermediate_size"])
+        width = int((experts and config.get("moe_intermediate_size")) or config.get("intermediate_size") or 4 * hidden)
         expert_block = 3 * hidden * width * experts
+        all_experts = min(layers * expert_block, parameters)  # some families have dense layers, too
         block = 2 * hidden * (query + kv) + (expert_block or 3 * hidden * width)
         chosen = int(config.get("num_experts_per_tok") or 1) if experts else 0
         return cls(
@@ -125,8 +126,8 @@ class ScaledModel:
                 block=block,
                 root=max(0, parameters - layers * block),
                 block_experts=expert_block,
-                experts=layers * expert_block,
-                trained_experts=layers * expert_block * trains_all,
+                experts=all_experts,
+                trained_experts=all_experts * trains_all,
             ),
             experts=experts,
             experts_per_token=chosen,

@@ -49,6 +49,13 @@ def test_sizes_of_a_model_follow_from_its_config() -> None:
     assert experts.counts.block_experts == 128 * 3 * 2048 * 768
     assert experts.counts.total / 30.5e9 == pytest.approx(1.0, rel=0.01)
     assert experts.active_flops / 2 < 4e9
+    config = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    plain = ScaledModel.of_config("plain", config, parameters=10**6)
+    assert plain.counts.block == 4 * 64 * 64 + 3 * 64 * 256, (
+        "features are four times the hidden size where nothing is said"
+    )
+    sparse = {**config, "num_experts": 8, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
+    assert ScaledModel.of_config("sparse", sparse, parameters=10**6).counts.experts == 10**6
 
 
 def test_bytes_of_a_step_by_hand() -> None:
@@ -118,7 +125,9 @@ def test_layers_that_are_not_recomputed_keep_what_they_make_and_save_a_pass() ->
         update_on(B7, MeshSizes(shard=8), WORK, Device(), micro_batch=16_000, recomputed=each) for each in (True, False)
     )
     assert kept.memory["activations"] > 9 * again.memory["activations"]
-    assert kept.seconds["products"] / again.seconds["products"] == pytest.approx(3 / 4, rel=0.03)  # of the layers' products
+    assert kept.seconds["products"] / again.seconds["products"] == pytest.approx(
+        3 / 4, rel=0.03
+    )  # of the layers' products
 
 
 def test_an_optimizer_in_the_host_is_felt_and_an_adapter_has_next_to_no_state() -> None:
