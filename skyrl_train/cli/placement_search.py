@@ -17,6 +17,7 @@ from skyrl_train.config.placement import ROLES, PlacementConfig, StrategyConfig,
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
+from skyrl_train.config.validate_batch import FIELDS as SIZE_FIELDS
 from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.memory.model_sizes import ModelSizes, model_sizes, read_architecture
@@ -144,7 +145,11 @@ class Search:
         forms = self._forms(nodes, per_node, facts)
         misfits: list[Form] = []
         before = self._broken(self.config)
+        uneven: set[tuple[int, int]] = set()
         for form in forms:
+            ranks = form.allocation.ranks, form.strategy.ranks_per_share
+            if ranks in uneven:
+                continue
             placed = self._in_form(
                 form.allocation,
                 form.strategy,
@@ -152,9 +157,12 @@ class Search:
                 engine_size=form.engine_size,
                 num_engines=form.num_engines,
             )
-            if not self._broken(placed) - before and self._problem(placed, facts, form) is None:
+            broken = self._broken(placed) - before
+            if not broken and self._problem(placed, facts, form) is None:
                 return replace(placed, derived=(*placed.derived, _line(form, forms, misfits)))
             misfits.append(form)
+            if broken & set(SIZE_FIELDS.values()):  # batch sizes do not divide over so many, however they lie
+                uneven.add(ranks)
         return None
 
     @staticmethod
