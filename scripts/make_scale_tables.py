@@ -19,16 +19,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from skyrl_train.plan.scale import (
-    Device,
-    ScaledModel,
-    Update,
-    Work,
-    best_update,
-    devices_per_engine,
-    engine_rates,
-    learner_rates,
-)
+from skyrl_train.config.micro_batching import MicroBatchConfig
+from skyrl_train.config.placement import StrategyConfig
+from skyrl_train.plan.forms import StepWork, allocations, micro_batch_sizes, rank_forms
+from skyrl_train.plan.scale import Device, ScaledModel, Update, Work, devices_per_engine, engine_rates
 from skyrl_train.plan.simulated_runs import (
     Latency,
     Lengths,
@@ -37,7 +31,7 @@ from skyrl_train.plan.simulated_runs import (
     rollouts_of,
     stated_lengths,
 )
-from skyrl_train.plan.simulation import Schedule, Simulated, simulate
+from skyrl_train.plan.simulation import LearnerRates, Schedule, Simulated, simulate
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 MODELS = ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")
@@ -47,8 +41,8 @@ STALENESS = (1, 4)
 STEPS, WARM_UP = 6, 1
 TOOLS = Latency(median_s=30.0, sigma=1.0)
 DEVICE = Device()
-APART = ("products", "weight sync", "partial sums")
-"""What is no exchange beside products."""
+SEARCHED = ("fsdp_size", "expert_parallel_size", "cpu_offload")
+"""What the first table chooses of a strategy, as `placement=auto` does; ranks with parts of matrices have a table."""
 
 
 @cache
@@ -88,6 +82,24 @@ def layout(update: Update) -> str:
     return name + (f", offload ({gigabytes(update.host_bytes)})" if update.host_bytes else "")
 
 
+def best_update(model: ScaledModel, num_gpus: int, work: Work, *, tensor: int = 1) -> Update:
+    """Return the update in the best form that `placement=auto` finds on paper for so many GPUs that only train."""
+    nodes, per_node = max(1, num_gpus // DEVICE.node_size), min(num_gpus, DEVICE.node_size)
+    forms = rank_forms(
+        model,
+        StepWork(
+            update=work,
+            num_updates=1.0,
+            micro_batches=micro_batch_sizes(work.longest, MicroBatchConfig().max_positions),
+        ),
+        DEVICE,
+        allocations(nodes, per_node, shares=True, apart=False),
+        StrategyConfig(name="fsdp2", tensor_parallel_size=tensor),
+        SEARCHED,
+    )
+    return next(form.update for form in forms if form.update.fits(DEVICE))
+
+
 def update_table(work: Work) -> str:
     """Return the table of memory, bytes and seconds of an update."""
     columns = (
@@ -109,22 +121,21 @@ def update_table(work: Work) -> str:
     def rows() -> Iterator[Sequence[object]]:
         for name in MODELS:
             for gpus in GPUS:
-                found = best_update(ScaledModel.named(name), gpus, work, DEVICE)
+                found = best_update(ScaledModel.named(name), gpus, work)
                 kinds, moved, seconds = found.memory, found.moved, found.seconds
                 state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-                links = sum(value for kind, value in seconds.items() if kind not in APART)
                 yield (
                     *(name, gpus, layout(found), gigabytes(state)),
                     gigabytes(kinds["gathered parameters"] + kinds["gradients in flight"]),
                     gigabytes(kinds["activations"]),
-                    gigabytes(found.memory_bytes) + ("" if found.fits(DEVICE) else ", does not fit"),
+                    gigabytes(found.memory_bytes),
                     f"{found.micro_batches} of {found.micro_batch:,}",
                     gigabytes(moved["gathered parameters"]),
                     gigabytes(moved["summed gradients"]),
                     gigabytes(moved["states"]),
                     gigabytes(moved["replicas"]),
                     gigabytes(moved["weight sync"]),
-                    *(f"{value:,.3g}" for value in (seconds["products"], links, seconds["weight sync"])),
+                    *(f"{value:,.3g}" for value in (seconds["products"], found.links_s, seconds["weight sync"])),
                     found.limit,
                 )
 
@@ -143,26 +154,21 @@ def tensor_table(work: Work) -> str:
     def rows() -> Iterator[Sequence[object]]:
         for model in (ScaledModel.named(name) for name in MODELS[:3]):
             for gpus in GPUS[1:]:
-                whole = best_update(model, gpus, work, DEVICE)
+                whole = best_update(model, gpus, work)
                 found = min(
-                    (
-                        best_update(model, gpus, work, DEVICE, tensor=size)
-                        for size in (2, 4, 8)
-                        if model.kv_heads % size == 0
-                    ),
+                    (best_update(model, gpus, work, tensor=size) for size in (2, 4, 8) if model.kv_heads % size == 0),
                     key=lambda each: (bool(each.host_bytes), each.step_s),
                 )
                 kinds, moved, seconds = found.memory, found.moved, found.seconds
                 state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-                links = sum(seconds[kind] for kind in seconds if kind not in APART)
                 yield (
                     *(model.name, gpus, found.mesh.tensor, layout(found), gigabytes(state)),
                     gigabytes(kinds["gathered parameters"] + kinds["gradients in flight"]),
                     gigabytes(kinds["activations"]),
-                    gigabytes(found.memory_bytes) + ("" if found.fits(DEVICE) else ", does not fit"),
+                    gigabytes(found.memory_bytes),
                     f"{found.micro_batches} of {found.micro_batch:,}",
                     *(gigabytes(moved[kind]) for kind in ("gathered parameters", "summed gradients", "partial sums")),
-                    *(f"{value:,.3g}" for value in (seconds["products"], links, seconds["partial sums"])),
+                    *(f"{value:,.3g}" for value in (seconds["products"], found.links_s, seconds["partial sums"])),
                     *(f"{found.step_s:,.3g}", f"{whole.step_s:,.3g}", gigabytes(whole.memory_bytes)),
                 )
 
@@ -175,6 +181,7 @@ def run(
     """Simulate so many GPUs of each; serially the same GPUs are both."""
     size = devices_per_engine(model, DEVICE)
     work = work_of(lengths)
+    best = best_update(model, learner_gpus, work)
     return simulate(
         Schedule(
             batch_size=PROMPTS,
@@ -183,7 +190,7 @@ def run(
             in_flight_updates=staleness > 0,
         ),
         engine=engine_rates(model, size, DEVICE, mean_length=work.mean_length),
-        learner=learner_rates(model, learner_gpus, work, DEVICE),
+        learner=LearnerRates(token_s=best.step_s / work.tokens, sync_s=best.seconds["weight sync"]),
         make_group=lengths.groups(samples=SAMPLES, seed=0, latency=tools),
         num_steps=STEPS,
     )

@@ -173,13 +173,18 @@ def _sizes_of(path: str, revision: str | None) -> tuple[int, int]:
 
 def _recorded(root: DictConfig) -> Mapping[str, Any]:
     """Return the settings, by name, of the checkpoint that the run goes on from; nothing where it begins anew."""
-    mode, path = (str(_selected(root, f"trainer.{name}") or "") for name in ("resume_mode", "resume_path"))
-    return recorded_settings(mode, str(_selected(root, "output_dir")), path)
+    names = ("trainer.resume_mode", "trainer.resume_path", "output_dir")
+    return recorded_settings(*(str(_selected(root, name) or "") for name in names))
 
 
-def recorded_settings(mode: str, output_dir: str, path: str) -> Mapping[str, Any]:
-    """Return the settings, by name, of the checkpoint that a run in `output_dir` goes on from, by `trainer.resume_mode` and
-    `trainer.resume_path`; nothing where it begins anew."""
+def recorded_settings(mode: str, path: str, output_dir: str) -> Mapping[str, Any]:
+    """Return the settings, by dotted name, of the checkpoint that a run goes on from; nothing where it begins anew.
+
+    Args:
+        mode: `trainer.resume_mode`.
+        path: `trainer.resume_path`; may be empty.
+        output_dir: Of the run.
+    """
     if mode == "none":
         return {}
     try:

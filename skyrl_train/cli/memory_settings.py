@@ -40,7 +40,7 @@ def with_memory_settings(config: C, memory_gb: float, announce: Callable[[str], 
     if "auto" not in (config.model.gradient_checkpointing, config.placement.offload):
         return config
     trainer = config.trainer
-    config = _as_recorded(config, recorded_settings(trainer.resume_mode, config.output_dir, trainer.resume_path))
+    config = _as_recorded(config, recorded_settings(trainer.resume_mode, trainer.resume_path, config.output_dir))
     if config.platform.name == "cpu":  # what shares a CPU goes on as it did
         return _decided(config, checkpointing=False)
     if trainer.sizes_itself and trainer.memory_budget_gb:

@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             config, found, assumed = place_for_plan(config)
             notes += assumed
-            stated, memory_gb = len(config.derived), config.plan.device_memory_gb or config.placement.gpu_memory_gb
+            memory_gb = config.plan.device_memory_gb or config.placement.gpu_memory_gb
             config = with_memory_settings(config, memory_gb or found.memory_gb, progress.tell)
-            notes += [" ".join(line.split()) for line in config.derived[stated:]]
+            notes += [" ".join(line.split()) for line in config.derived if line.startswith(("form", "memory"))]
             placement = placement_report(config, found)
             try:
                 memory = plan_memory(config, announce=progress.tell)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 
 from skyrl_train.cli.derived import derivation, derived
 from skyrl_train.config.agents import AGENT, REPORTED
@@ -73,6 +73,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("if_file", _if_file, replace=True)
     OmegaConf.register_new_resolver("derived", derived, replace=True)
     OmegaConf.register_new_resolver("derivation", derivation, replace=True)
+    OmegaConf.register_new_resolver("typed_settings", _typed_settings, replace=True)
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
     OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)
@@ -129,6 +130,12 @@ def _unscored_entries(data: DictConfig) -> Iterator[str]:
 def _if_file(path: str, then: str, otherwise: str) -> str:
     """`${if_file:PATH,THEN,OTHERWISE}`: which of the two, by whether there is such a file on this machine."""
     return then if Path(path).expanduser().is_file() else otherwise
+
+
+def _typed_settings() -> ListConfig:
+    """`${typed_settings:}`: the names of the settings that were typed on the command line."""
+    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return ListConfig([str(text).lstrip("+").partition("=")[0] for text in typed])
 
 
 def _run_folder(*, _root_: DictConfig) -> str:

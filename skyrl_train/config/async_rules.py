@@ -47,7 +47,7 @@ def _placement(
         f"placement.{name}",
         getattr(placement, name),
         "has models and engines share devices, where one of them waits while the other computes: nothing would overlap",
-        f"{apart}, with devices for both: placement=gpu_8_split has them apart, placement=auto has them shared",
+        f"{apart}, with devices for both: placement=auto and placement=gpu_8_split have them apart",
     )
 
 

@@ -124,8 +124,9 @@ class PlacementConfig:
     """
 
     auto: bool = False
-    """Choose backend, ranks, engines and what they share for the GPUs that there are (`placement=auto`): of this machine,
-    or of the cluster at `ray_address`. What is stated of them is then refused, but for the engines' settings."""
+    """Choose backend, ranks, engines, what they share and how `strategy=fsdp2` shards for the GPUs that there are
+    (`placement=auto`): of this machine, or of the cluster at `ray_address`. What is stated of ranks and sharing is then
+    refused; settings of engines and of `strategy` stay as they are stated."""
     num_gpus: NonNegativeCount = 0
     """GPUs to choose for (auto): of those there are, or for a plan without any; 0 counts them."""
     num_nodes: PositiveCount = 1
@@ -135,6 +136,9 @@ class PlacementConfig:
     host_memory_gb: Free[NonNegativeFloat] = 0.0
     """Memory of one node in GB (10^9 bytes), against which a plan checks what the run keeps there; 0 reads it, or the limit
     of the container, where the GPUs that are planned for are this machine's."""
+    stated: Free[tuple[str, ...]] = ()
+    """Settings that `auto` leaves as they are although they have their default: those of the command line, which the
+    composition fills in. What has another value than its default is left in any case."""
     backend: Literal["inline", "ray"] = "inline"
     """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
     policy_num_workers: CutsRows[PositiveCount] = 1

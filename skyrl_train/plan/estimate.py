@@ -193,6 +193,12 @@ def assumed_lengths(generator: GeneratorConfig, *, seed: int, max_prompt_length:
     )
 
 
+def sampled_lengths(lengths: RowLengths) -> tuple[Rows, Rows]:
+    """Return the tokens of each trajectory's prompt, and all that come after it in its last row."""
+    prompts = np.array([int(shared[0]) for shared in lengths.shared])
+    return prompts, np.array([int(rows[-1]) for rows in lengths.trajectories]) - prompts
+
+
 def estimate_passes(
     plan: BatchPlan,
     lengths: RowLengths,

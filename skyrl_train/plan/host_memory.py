@@ -86,7 +86,7 @@ def _owners(
         ranks = seats.get(role, 0)
         trained = role != "reference"
         state = model.share.state_bytes + 4 if trained else 0
-        on_a_rank = model.counts.trained // max(1, model.share.num_shards * model.share.tensor_ranks)
+        on_a_rank = model.counts.trained // max(1, model.share.num_shards)  # of a model that is cut, one rank's part
         if ranks and shared:
             yield f"{role}, while others have its devices", ranks * model.resident_bytes("scoring")
         if ranks and model.share.cpu_offload and trained:
@@ -98,4 +98,5 @@ def _owners(
     engines = seats.get("engine", 0)
     if engines and shared and config.generator.has_own_devices:
         weight_bytes = 2 if config.model.dtype == "bfloat16" else 4
-        yield "engines asleep", engines * models["policy"].counts.total * weight_bytes
+        policy = models["policy"]
+        yield "engines asleep", engines * policy.counts.total * policy.share.tensor_ranks * weight_bytes

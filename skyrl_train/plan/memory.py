@@ -18,7 +18,7 @@ from skyrl_train.config.bundles import Role, leaves_devices, shares_devices
 from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, run_models
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.placement import STATE_BUCKET_BYTES, mesh_sizes
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, OptimizerConfig
 from skyrl_train.errors import MemoryLimitError, ModelError, Violation
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_architecture
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
@@ -303,6 +303,7 @@ def predicted_passes(
     model = settings.model
     architecture = read_architecture(model.path, revision=model.revision)
     sizes, mesh = model_sizes(model.path, revision=model.revision), mesh_sizes(settings.strategy, num_ranks)
+    state_bytes = 0 if settings.optimizer is None else optimizer_state_bytes(settings.optimizer)
     share = DeviceShare(
         num_shards=mesh.shard,
         sequence=mesh.sequence,
@@ -312,7 +313,7 @@ def predicted_passes(
         cpu_offload=settings.strategy.offloads_all,
         gradient_sync=settings.strategy.gradient_sync,
         device_bytes=device_bytes,
-        state_bytes=(state_bytes := _state_bytes(settings)),
+        state_bytes=state_bytes,
         state_at_once=_state_at_once(settings, -(-state_bytes * sizes.largest_parameter // (mesh.shard * mesh.tensor))),
         compute_bytes=2 if model.dtype == "bfloat16" else 4,
         frozen_bytes=2 if model.dtype == "bfloat16" else 4,
@@ -385,11 +386,9 @@ def _learner_without_weights(
     return learner_of(engine, settings)
 
 
-def _state_bytes(settings: LearnerSettings) -> int:
-    """Of an optimizer's state, for each parameter: AdamW's for a custom optimizer, of which nothing is known."""
-    if settings.optimizer is None:
-        return 0
-    return 0 if OPTIMIZERS.name_of(settings.optimizer.name) == "sgd" else 8
+def optimizer_state_bytes(optimizer: OptimizerConfig) -> int:
+    """Return the bytes of an optimizer's state for each parameter: AdamW's for a custom one, of which nothing is known."""
+    return 0 if OPTIMIZERS.name_of(optimizer.name) == "sgd" else 8
 
 
 def _state_at_once(settings: LearnerSettings, largest_bytes: int) -> int | None:

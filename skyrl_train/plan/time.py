@@ -18,7 +18,7 @@ from pathlib import Path
 from skyrl_train.config.schema import PlanConfig, RolloutsConfig, TrainerConfig
 from skyrl_train.errors import DataError
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div
-from skyrl_train.plan.estimate import PassEstimate, RowLengths
+from skyrl_train.plan.estimate import PassEstimate, RowLengths, sampled_lengths
 from skyrl_train.plan.pipeline import PhaseTimes, measured_phases, pipeline_lines, rollout_seconds
 from skyrl_train.telemetry.metrics_log import phase_seconds
 from skyrl_train.wording import byte_size, counted, three_digits
@@ -305,9 +305,8 @@ def tokens_of_rollout(lengths: RowLengths) -> float:
 
 def sampled_share(lengths: RowLengths) -> float:
     """The share of a batch's tokens that come after their prompt; what an environment adds counts as sampled."""
-    prompts = sum(int(shared[0]) for shared in lengths.shared)
-    last = sum(int(rows[-1]) for rows in lengths.trajectories)
-    return (last - prompts) / float(lengths.all_rows.sum())
+    _, sampled = sampled_lengths(lengths)
+    return float(sampled.sum()) / float(lengths.all_rows.sum())
 
 
 def _models_scored(record: Mapping[str, float]) -> float:

@@ -12,6 +12,7 @@ import pytest
 from skyrl_train.cli.auto_placement import find_devices, place, room_violations
 from skyrl_train.cli.plan import main as plan_main
 from skyrl_train.config.learners import gpus_needed
+from skyrl_train.config.placement import StrategyConfig
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.config.sft import SFTConfig
@@ -19,19 +20,21 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
 from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 
-STATE_IN_HOST = {("7B", 1): 1, ("32B", 8): 2}
-"""What fits GPUs of 80 GB, trained in full with AdamW, as its optimizer's state is in host memory: GPUs of each engine."""
-FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8), *STATE_IN_HOST}
-
-OFFLOADED = {
-    ("7B", 1): (1, 1),
-    ("32B", 2): (1, 2),
-    ("32B", 4): (2, 2),
-    ("32B", 8): (4, 2),
-    ("70B", 4): (1, 4),
-    ("70B", 8): (2, 4),
+PLAIN, STATE_AWAY, OFFLOADED = (
+    StrategyConfig(name="fsdp2", cpu_offload=offload)  # type: ignore[arg-type]
+    for offload in (False, "optimizer", True)
+)
+CHOSEN = {
+    **{("0.5B", count): ((count, 1), PLAIN) for count in COUNTS},
+    ("7B", 1): ((1, 1), STATE_AWAY),
+    **{("7B", count): ((count, 1), PLAIN) for count in (2, 4, 8)},
+    ("32B", 2): ((1, 2), OFFLOADED),
+    ("32B", 4): ((2, 2), OFFLOADED),
+    ("32B", 8): ((4, 2), STATE_AWAY),
+    ("70B", 4): ((1, 4), OFFLOADED),
+    ("70B", 8): ((2, 4), OFFLOADED),
 }
-"""What fits where optimizer and parameters are in host memory: engines, and GPUs of each."""
+"""Engines and GPUs of each, and the strategy, on GPUs of 80 GB, trained in full with AdamW; all else is refused."""
 
 
 def engines(config: Config) -> tuple[int, int]:
@@ -49,7 +52,7 @@ def test_each_size_is_placed_on_all_gpus_or_refused_with_a_remedy_that_works(
     try:
         placed = place(config, gpus(count))
     except ConfigError as error:
-        assert (size, count) not in FITS
+        assert (size, count) not in CHOSEN
         began = time.process_time()
         with pytest.raises(ConfigError, match=re.escape(str(error))):
             place(config, gpus(count))
@@ -64,22 +67,17 @@ def test_each_size_is_placed_on_all_gpus_or_refused_with_a_remedy_that_works(
             assert validate_config(again) == []
             assert gpus_needed(again) == count
     else:
-        assert (size, count) in FITS
-        size_of_engine = STATE_IN_HOST.get((size, count), 1)
-        assert engines(placed) == (count // size_of_engine, size_of_engine)
-        assert (placed.strategy.cpu_offload == "optimizer") == ((size, count) in STATE_IN_HOST)
+        assert (engines(placed), placed.strategy) == CHOSEN[size, count]
         assert (placed.placement.colocate_all, placed.placement.policy_num_workers) == (True, count)
         assert gpus_needed(placed) == count
         assert validate_config(placed) == []
 
 
-@pytest.mark.parametrize(("size", "count"), OFFLOADED)
-def test_large_models_whose_training_state_is_in_host_memory_share_engines(
-    tmp_path: Path, size: str, count: int
-) -> None:
-    config = gpu_config(f"model.path={sized_model(tmp_path / 'model', size)}", "strategy.cpu_offload=true")
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_offload_that_is_stated_is_kept(tmp_path: Path, count: int) -> None:
+    config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '32B')}", "strategy.cpu_offload=true")
     placed = place(config, gpus(count))
-    assert engines(placed) == OFFLOADED[size, count]
+    assert (engines(placed), placed.strategy) == ((count // 2, 2), OFFLOADED)
     assert gpus_needed(placed) == placed.placement.policy_num_workers == count
     assert validate_config(placed) == []
 
@@ -193,8 +191,6 @@ def test_the_plan_of_a_machine_without_a_gpu_says_that_it_was_made_for_one(capsy
 
 
 def test_a_plan_for_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    """A stated place of the optimizer's state is not another's to choose."""
-    arguments = ["+experiment=gsm8k_multiturn", "platform=gpu", "placement.num_gpus=1", "model.path=Qwen/Qwen2.5-7B"]
-    arguments.append("strategy.cpu_offload=false")
+    arguments = ["+experiment=gsm8k_multiturn", "platform=gpu", "placement.num_gpus=1", "model.path=Qwen/Qwen2.5-32B"]
     assert plan_main(arguments) == 2
-    assert "strategy.cpu_offload=true" in capsys.readouterr().out
+    assert "Try 2 GPUs" in capsys.readouterr().out

@@ -30,7 +30,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def placed(model: Path, memory_gb: float, *overrides: str, count: int = 1) -> Config:
-    return place(gpu_config(f"model.path={model}", *SHORT, *overrides), gpus(count, memory_gb=memory_gb))
+    """A placement as if it were stated: whether to recompute is left open."""
+    config = gpu_config(f"model.path={model}", *SHORT, *overrides)
+    found = place(config, gpus(count, memory_gb=memory_gb))
+    return recomputing(found, config.model.gradient_checkpointing)
 
 
 def decided(config: Config) -> Decided:

@@ -58,6 +58,12 @@ def test_ranks_share_what_is_sharded_and_each_engine_has_the_whole_model(nodes: 
     assert found.violations() == ()
 
 
+def test_ranks_with_parts_of_matrices_keep_as_much_together() -> None:
+    config = config_of("Qwen2.5-7B")
+    cut = replace(config, strategy=StrategyConfig(name="fsdp2", tensor_parallel_size=2))
+    assert host_of(cut).owners == pytest.approx(host_of(config).owners, rel=1e-3)
+
+
 def test_what_does_not_fit_is_refused_with_each_owner() -> None:
     config = config_of("Qwen2.5-32B", host_memory_gb=1400.0)
     (violation,) = host_of(config).violations()
