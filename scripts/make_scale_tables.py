@@ -79,7 +79,8 @@ def layout(update: Update) -> str:
     """Return how ranks lie, in words of the configuration."""
     name = f"{update.mesh.shard} x {update.mesh.replicate}" if update.mesh.replicate > 1 else f"{update.mesh.shard}"
     name += f", experts over {update.mesh.expert}" if update.mesh.expert > 1 else ""
-    return name + (f", offload ({gigabytes(update.host_bytes)})" if update.host_bytes else "")
+    what = "state away" if update.memory.get("parameters") else "offload"
+    return name + (f", {what} ({gigabytes(update.host_bytes)})" if update.host_bytes else "")
 
 
 def best_update(model: ScaledModel, num_gpus: int, work: Work, *, tensor: int = 1) -> Update:
