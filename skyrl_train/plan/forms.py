@@ -45,8 +45,8 @@ _OFFLOADS: tuple[Literal["optimizer", True, False], ...] = (False, "optimizer", 
 _FORWARD = 0.25
 """Of an update with recomputed layers, what a forward alone computes."""
 _CHANGE, _CUTS = 0.01, {"tensor_parallel_size": 0.15, "sequence_parallel_size": 0.15}
-"""Share by which a step has to be shorter for each setting that is not the plainest: rates are stated, not measured. More where
-ranks wait for one another in each layer."""
+"""Share by which a step has to be shorter for each setting that is not the plainest: rates are stated, not measured. More
+where ranks wait for one another in each layer."""
 _ENGINE_CHANGE = 0.25
 """The same of engines over more GPUs than they need: how long the longest rollouts are, which gain by it, is a guess."""
 _SPLITS = 8

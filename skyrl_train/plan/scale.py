@@ -261,8 +261,7 @@ def update_on(
     )
     ranks = mesh.num_ranks
     # Ranks that share micro-batches have the same rows.
-    tokens = work.tokens * tensor * mesh.sequence / ranks
-    micro_batches = max(1, math.ceil(tokens / micro_batch))
+    micro_batches = max(1, math.ceil(work.tokens * tensor * mesh.sequence / ranks / micro_batch))
     resident = share.resident(counts, training=True)
     # Inputs of all layers are kept; one layer's numbers and their gradients are there while it is recomputed. Inputs and
     # outputs of its halves are whole on each rank.
@@ -272,33 +271,17 @@ def update_on(
     activations = {"activations": int(_BF16 * (kept + 2 * layer) * micro_batch / mesh.sequence)}
     own = counts.on_a_rank(mesh.expert).trained
     keeps_whole = mesh.shard > 1 and resident.get("gradients", 0) >= _FP32 * own
-    sums = 1 if keeps_whole else micro_batches
-    others, trained = (mesh.shard - 1) / mesh.shard, counts.trained / counts.total
-    # A rank's experts are sharded over those that have the same.
-    received = (counts.total - counts.experts) * others
-    received += counts.experts / mesh.expert * (1 - mesh.expert / mesh.shard)
-    passes = 3 if recomputed else 2
-    # A token's state goes to each of its experts and comes back in each pass.
-    states = 2 * passes * _BF16 * model.hidden * model.experts_per_token * model.num_layers * work.tokens / ranks
-    # Queries and outputs, keys and values of a rank's own positions go to the ranks that have their heads.
-    heads = 2 * passes * _BF16 * (model.query_size + model.kv_size) * model.num_layers * work.tokens * tensor / ranks
-    state = counts.trained / mesh.shard
-    moved = {
-        "gathered parameters": 2 * micro_batches * _BF16 * received,
-        "summed gradients": sums * _FP32 * received * trained,
-        "states": states * (mesh.expert - 1) / mesh.expert,
-        # Two in each pass of a layer, the embedding's, and the gradient behind the head; a sum over ranks moves what is
-        # summed there and back.
-        "partial sums": 2 * (tensor - 1) / tensor * _BF16 * model.hidden * (2 * passes * model.num_layers + 2) * tokens,
-        "exchanged heads": heads * (mesh.sequence - 1) / mesh.sequence,
-        "replicas": sums * 2 * _FP32 * state * (mesh.replicate - 1) / mesh.replicate,
-        # Shards come as they are gathered, in float32, and gradients leave.
-        "host memory": offloaded * _FP32 * (2 * micro_batches * counts.total / mesh.shard + sums * state),
-        # It reads a parameter, its gradient and its state, and writes all but the gradient.
-        "host optimizer": offloaded * state * (3 * _FP32 + 2 * model.state_bytes),
-        "state here and back": state_in_host * 2 * state * model.state_bytes,
-        "weight sync": _BF16 * model.counts.total * (1 - 1 / (mesh.shard * tensor)),
-    }
+    passes, state = 3 if recomputed else 2, counts.trained / mesh.shard
+    moved = _moved_bytes(
+        model,
+        mesh,
+        work,
+        micro_batches=micro_batches,
+        sums=1 if keeps_whole else micro_batches,
+        passes=passes,
+        offloaded=offloaded,
+        state_in_host=state_in_host,
+    )
     rates, within = rates_of(device.name), device.link(mesh.shard * tensor)
     linear = (1 + passes) * model.active_flops * work.tokens + 3 * model.shape.head_flops_per_token * work.tokens
     attention = (1.5 + passes) * work.tokens * work.mean_length / 2 * model.shape.attention_flops_per_pair
@@ -323,6 +306,51 @@ def update_on(
         micro_batch=micro_batch,
         host_bytes=int((offloaded * (2 * _FP32 + model.state_bytes) + state_in_host * model.state_bytes) * state),
     )
+
+
+def _moved_bytes(
+    model: ScaledModel,
+    mesh: MeshSizes,
+    work: Work,
+    *,
+    micro_batches: int,
+    sums: int,
+    passes: int,
+    offloaded: bool,
+    state_in_host: bool,
+) -> dict[str, float]:
+    """Return the bytes that one GPU receives in an optimizer step, by what moves them.
+
+    Args:
+        sums: How often gradients are summed over ranks.
+        passes: Of a layer: forward, backward, and the forward that is computed again.
+    """
+    tensor, ranks, counts = mesh.tensor, mesh.num_ranks, model.counts.cut(mesh.tensor)
+    others, trained = (mesh.shard - 1) / mesh.shard, counts.trained / counts.total
+    # A rank's experts are sharded over those that have the same.
+    received = (counts.total - counts.experts) * others
+    received += counts.experts / mesh.expert * (1 - mesh.expert / mesh.shard)
+    # A token's state goes to each of its experts and comes back in each pass.
+    states = 2 * passes * _BF16 * model.hidden * model.experts_per_token * model.num_layers * work.tokens / ranks
+    # Queries and outputs, keys and values of a rank's own positions go to the ranks that have their heads.
+    heads = 2 * passes * _BF16 * (model.query_size + model.kv_size) * model.num_layers * work.tokens * tensor / ranks
+    state, tokens = counts.trained / mesh.shard, work.tokens * tensor * mesh.sequence / ranks
+    return {
+        "gathered parameters": 2 * micro_batches * _BF16 * received,
+        "summed gradients": sums * _FP32 * received * trained,
+        "states": states * (mesh.expert - 1) / mesh.expert,
+        # Two in each pass of a layer, the embedding's, and the gradient behind the head; a sum over ranks moves what is
+        # summed there and back.
+        "partial sums": 2 * (tensor - 1) / tensor * _BF16 * model.hidden * (2 * passes * model.num_layers + 2) * tokens,
+        "exchanged heads": heads * (mesh.sequence - 1) / mesh.sequence,
+        "replicas": sums * 2 * _FP32 * state * (mesh.replicate - 1) / mesh.replicate,
+        # Shards come as they are gathered, in float32, and gradients leave.
+        "host memory": offloaded * _FP32 * (2 * micro_batches * counts.total / mesh.shard + sums * state),
+        # It reads a parameter, its gradient and its state, and writes all but the gradient.
+        "host optimizer": offloaded * state * (3 * _FP32 + 2 * model.state_bytes),
+        "state here and back": state_in_host * 2 * state * model.state_bytes,
+        "weight sync": _BF16 * model.counts.total * (1 - 1 / (mesh.shard * tensor)),
+    }
 
 
 def engine_room(device: Device, share: float = _ENGINE_SHARE) -> float:
