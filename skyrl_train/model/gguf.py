@@ -281,7 +281,8 @@ def _write(file: Path, folder: Path, digest: str) -> None:
     from gguf import GGUFReader
 
     try:
-        numbers = sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+        reader = GGUFReader(file)
+        numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
     except Exception as error:
         raise ModelError(
             f"it is cut off, or of a kind that the package gguf does not read ({_first_line(error)})"
@@ -305,7 +306,11 @@ def _write(file: Path, folder: Path, digest: str) -> None:
     model.hf_quantizer, model.is_quantized = None, False  # a model that has them refuses to be saved
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(folder, **options).save_pretrained(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    for name in ("bos", "eos"):  # transformers 5.17 takes one for the other
+        if (stated := reader.get_field(f"tokenizer.ggml.{name}_token_id")) is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(stated.parts[-1][0])))
+    tokenizer.save_pretrained(folder)
     (folder / _LINK).unlink()
     mode = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):

@@ -29,12 +29,12 @@ def write_gguf(
     writer.add_rope_freq_base(10_000.0)
     letters = [chr(number) for number in [*range(33, 127), *range(161, 173), *range(174, 256)]]
     letters += [chr(256 + number) for number in range(256 - len(letters))]
-    tokens = [*SPECIAL, *letters, "ab", *(f"<spare{number}>" for number in range(28))]
+    tokens = [*SPECIAL, *letters, "ab", "cd", *(f"<spare{number}>" for number in range(27))]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # of one alone transformers 5.17 reads its letters
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
