@@ -20,7 +20,7 @@ from skyrl_train.config.bundles import count_engines
 from skyrl_train.config.schema import Config
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
-from skyrl_train.plan.simulated_engines import EngineRates
+from skyrl_train.plan.scale import EngineRates
 from skyrl_train.plan.time import FORWARD_SHARE, Rates, Work, sampled_share
 
 _OPERATORS = 30

@@ -14,14 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from skyrl_train.batch.cost import ModelShape, rates_of
 from skyrl_train.config.expert_rules import num_experts
 from skyrl_train.config.placement import STATE_BUCKET_BYTES, MeshSizes
 from skyrl_train.memory.model_sizes import ParameterCounts, read_config, text_part
 from skyrl_train.memory.predict import DeviceShare
-from skyrl_train.plan.simulated_engines import EngineRates
 
 _BF16 = 2
 _FP32 = 4
@@ -44,6 +43,23 @@ _EXPOSED = ("partial sums", "exchanged heads", "host optimizer", "state here and
 _HIDDEN = 0.1
 """Share of what hides that is felt nevertheless, as it takes cores and memory from what it hides behind. Stated, not
 measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRates:
+    """How fast one engine is, in seconds of a step of decoding that all running sequences make together."""
+
+    step_s: float
+    """Of each step, however many run: the weights that are read."""
+    sequence_s: float = 0.0
+    """Of each running sequence in it."""
+    context_token_s: float = 0.0
+    """Of each token that a running sequence has: keys and values that are read."""
+    prompt_token_s: float = 0.0
+    """Of a prompt's token, once."""
+    slots: int = 256
+    """Sequences that run together."""
+    batching: Literal["continuous", "waves"] = "continuous"
 
 
 @dataclass(frozen=True, kw_only=True)

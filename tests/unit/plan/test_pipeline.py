@@ -9,9 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from scripts.studies.simulated_engines import (
+    SimulatedTurn,
+)
+from scripts.studies.simulation import LearnerRates, Schedule, SimulatedGroup, simulate
 from skyrl_train.plan.pipeline import PhaseTimes, measured_phases, pipeline_lines
-from skyrl_train.plan.simulated_engines import EngineRates, SimulatedTurn
-from skyrl_train.plan.simulation import LearnerRates, Schedule, SimulatedGroup, simulate
+from skyrl_train.plan.scale import EngineRates
 
 GROUPS = 8
 TIMES = PhaseTimes(rollouts_s=(8.0,), engine_s=0.5, learner_s=0.8, sync_s=0.2)

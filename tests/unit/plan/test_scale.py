@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from scripts.studies.simulated_runs import Latency, stated_lengths
+from scripts.studies.simulation import LearnerRates, Schedule, simulate
 from skyrl_train.config.placement import MeshSizes
 from skyrl_train.plan.scale import (
     Device,
@@ -21,8 +23,6 @@ from skyrl_train.plan.scale import (
     rollout_s,
     update_on,
 )
-from skyrl_train.plan.simulated_runs import Latency, stated_lengths
-from skyrl_train.plan.simulation import LearnerRates, Schedule, simulate
 
 ROOT = Path(__file__).resolve().parents[3]
 B7 = ScaledModel.named("Qwen2.5-7B")
@@ -31,7 +31,9 @@ WORK = Work(tokens=1e6, mean_length=2000.0, longest=16_000)
 
 @pytest.fixture(name="script", scope="module")
 def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_scale_tables", ROOT / "scripts" / "make_scale_tables.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_scale_tables", ROOT / "scripts" / "studies" / "make_scale_tables.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from skyrl_train.plan.simulated_engines import (
+from scripts.studies.simulated_engines import (
     Clock,
     ContinuousEngine,
     Engine,
-    EngineRates,
     Request,
     SimulatedTurn,
     WaveEngine,
 )
+from skyrl_train.plan.scale import EngineRates
 from skyrl_train.rollout.admission import Admission, AdmissionSettings, Settled
 
 _ASKED = 16

@@ -17,9 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from scripts.studies.simulated_engines import (
+    SimulatedTurn,
+)
+from scripts.studies.simulation import LearnerRates, SimulatedGroup
 from skyrl_train.errors import DataError
-from skyrl_train.plan.simulated_engines import EngineRates, SimulatedTurn
-from skyrl_train.plan.simulation import LearnerRates, SimulatedGroup
+from skyrl_train.plan.scale import EngineRates
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.metrics_log import phase_seconds, read_metrics
 from skyrl_train.telemetry.rollout_store import read_rollouts

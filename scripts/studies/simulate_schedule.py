@@ -1,8 +1,8 @@
 """Simulates serial and asynchronous schedules, and holds the simulation against runs that were made.
 
-    python scripts/simulate_schedule.py --measure outputs/schedules --check     # makes short runs, then compares
-    python scripts/simulate_schedule.py --calibrate SERIAL --calibrate-stream STREAM --compare RUN RUN
-    python scripts/simulate_schedule.py --gpus 8 64 512 --lengths outputs/RUN
+    python -m scripts.studies.simulate_schedule --measure outputs/schedules --check     # makes short runs, then compares
+    python -m scripts.studies.simulate_schedule --calibrate SERIAL --calibrate-stream STREAM --compare RUN RUN
+    python -m scripts.studies.simulate_schedule --gpus 8 64 512 --lengths outputs/RUN
 
 **Against runs.** Rates of engine, environments and learner, and the lengths of samples, come from `--calibrate`: serial
 runs with `generator=hf`. For streams, `--calibrate-stream` gives the learner's time for a token and by how much the engine
@@ -33,13 +33,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import make_scale_tables
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.plan.simulated_engines import EngineRates
-from skyrl_train.plan.simulated_runs import (
+from scripts.studies import make_scale_tables
+from scripts.studies.simulated_runs import (
     Latency,
     Lengths,
     RunRates,
@@ -48,11 +47,12 @@ from skyrl_train.plan.simulated_runs import (
     rollouts_of,
     run_rates,
 )
-from skyrl_train.plan.simulation import LearnerRates, Schedule, Simulated, simulate
+from scripts.studies.simulation import LearnerRates, Schedule, Simulated, simulate
+from skyrl_train.plan.scale import EngineRates
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
 
-sys.path.append(str(Path(__file__).resolve().parent / "bench"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 import asynchronous
 
 Rates = TypeVar("Rates", EngineRates, LearnerRates)

@@ -1,8 +1,8 @@
 """Writes the tables of `docs/scale.md`, by the arithmetic of `skyrl_train/plan/scale.py` and simulated schedules.
 
-    python scripts/make_scale_tables.py             # all tables, into the page
-    python scripts/make_scale_tables.py --print     # to the terminal
-    python scripts/make_scale_tables.py --print --lengths gsm8k/train.jsonl
+    python -m scripts.studies.make_scale_tables             # all tables, into the page
+    python -m scripts.studies.make_scale_tables --print     # to the terminal
+    python -m scripts.studies.make_scale_tables --print --lengths gsm8k/train.jsonl
 
 One training batch is 512 prompts with 8 samples, one optimizer step; lengths are stated, or those of a run's rollouts, or of
 the lines of a file with `question` and `answer`, in words, numbers and signs.
@@ -19,11 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from skyrl_train.config.micro_batching import MicroBatchConfig
-from skyrl_train.config.placement import StrategyConfig
-from skyrl_train.plan.forms import StepWork, allocations, micro_batch_sizes, rank_forms
-from skyrl_train.plan.scale import Device, ScaledModel, Update, Work, devices_per_engine, engine_rates
-from skyrl_train.plan.simulated_runs import (
+from scripts.studies.simulated_runs import (
     Latency,
     Lengths,
     paired_lengths,
@@ -31,9 +27,13 @@ from skyrl_train.plan.simulated_runs import (
     rollouts_of,
     stated_lengths,
 )
-from skyrl_train.plan.simulation import LearnerRates, Schedule, Simulated, simulate
+from scripts.studies.simulation import LearnerRates, Schedule, Simulated, simulate
+from skyrl_train.config.micro_batching import MicroBatchConfig
+from skyrl_train.config.placement import StrategyConfig
+from skyrl_train.plan.forms import StepWork, allocations, micro_batch_sizes, rank_forms
+from skyrl_train.plan.scale import Device, ScaledModel, Update, Work, devices_per_engine, engine_rates
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 MODELS = ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")
 GPUS = (1, 8, 64, 512)
 PROMPTS, SAMPLES = 512, 8

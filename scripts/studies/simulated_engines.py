@@ -16,7 +16,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+
+from skyrl_train.plan.scale import EngineRates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +30,6 @@ class SimulatedTurn:
     """All that the request begins with."""
     response_tokens: int
     environment_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineRates:
-    """How fast one engine is, in seconds of a step of decoding that all running sequences make together."""
-
-    step_s: float
-    """Of each step, however many run: the weights that are read."""
-    sequence_s: float = 0.0
-    """Of each running sequence in it."""
-    context_token_s: float = 0.0
-    """Of each token that a running sequence has: keys and values that are read."""
-    prompt_token_s: float = 0.0
-    """Of a prompt's token, once."""
-    slots: int = 256
-    """Sequences that run together."""
-    batching: Literal["continuous", "waves"] = "continuous"
 
 
 class Clock:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.errors import DataError
-from skyrl_train.plan.simulated_engines import EngineRates, SimulatedTurn, batch_seconds
-from skyrl_train.plan.simulated_runs import (
+from scripts.studies.simulated_engines import (
+    SimulatedTurn,
+    batch_seconds,
+)
+from scripts.studies.simulated_runs import (
     Latency,
     paired_lengths,
     recorded_lengths,
@@ -20,7 +22,9 @@ from skyrl_train.plan.simulated_runs import (
     run_rates,
     stated_lengths,
 )
-from skyrl_train.plan.simulation import LearnerRates, Schedule, Simulated, SimulatedGroup, simulate
+from scripts.studies.simulation import LearnerRates, Schedule, Simulated, SimulatedGroup, simulate
+from skyrl_train.errors import DataError
+from skyrl_train.plan.scale import EngineRates
 from skyrl_train.telemetry.rollout_store import write_rollouts
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 
