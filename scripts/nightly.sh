@@ -49,6 +49,7 @@
 #                    test_signals: SIGUSR1 of RL                  of SFT; SIGHUP of RL
 #                    test_planted_secrets: 200 of them            tests/unit/telemetry: each kind of them
 #                    test_signals on Ray                          in this process; test_restarts
+#                    test_measured_rates: three runs              tests/unit/cli/test_derived_settings: what is read again
 #   tests/unit       test_trackers: two of four dead servers      the other two
 #                    test_in_flight_updates: 1,000 requests       its other tests; tests/cluster/test_vllm_in_flight
 #                    test_summarize_run, test_minimal_grpo: runs  the quickstart's run; what the script's parts compute
@@ -56,6 +57,7 @@
 #                    test_bare_machine: the plan                  training and supervised training
 #                    test_selftest: all cases                     each case is of code that has tests of its own
 #                    test_auto_placement: plans                   each size on each machine
+#                    test_placement_search: 37 of 40 machines     three of them
 # Neither here nor in CI without what they need: tests/gpu (`pytest -m gpu`, a CUDA device), and where
 # SKYRL_TRAIN_PRETENDED_PYTHON names a Python whose torch has a pretended one, two tests that are marked slow:
 #   tests/unit/selftest  kernels, windows, masks and strategies of the self-test on it

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.command_runs import exported, records, relative_difference, run_command
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 SMALL = (
     "+experiment=gsm8k_multiturn",

@@ -1,6 +1,5 @@
 """Killed, stopped and resumed runs equal one that was left alone."""
 
-import json
 import signal
 import threading
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.algorithms.controllers import EntropyControllerState
 from skyrl_train.config.data import CurriculumConfig
 from skyrl_train.errors import CheckpointError, ConfigError, SkyrlTrainError, StopRequested
 from skyrl_train.rollout.replay import ReplayGenerator
@@ -319,16 +317,6 @@ def test_changed_prompts_are_refused(tmp_path):
     fake_run(tmp_path, config=make_config(tmp_path, total_steps=2)).run()
     with pytest.raises(CheckpointError, match=r"the training prompts changed.*trainer\.resume_mode=fork"):
         fake_run(tmp_path, prompts=make_prompts(8, answer="42")).run()
-
-
-def test_a_state_of_before_there_was_an_entropy_controller_is_read(tmp_path):
-    fake_run(tmp_path, config=make_config(tmp_path, total_steps=2)).run()
-    path = tmp_path / "checkpoints" / "step_000002" / "trainer_state.json"
-    content = json.loads(path.read_text())
-    del content["entropy_controller"]
-    path.write_text(json.dumps(content))
-
-    assert TrainerState.read(path.parent).entropy_controller == EntropyControllerState()
 
 
 def test_a_damaged_trainer_state_is_named(tmp_path):

@@ -196,7 +196,7 @@ QUICK = {("Qwen2.5-0.5B", "1 x 8"), ("Qwen2.5-7B", "1 x 8"), ("Qwen3-30B-A3B", "
 @pytest.mark.parametrize(
     ("model", "devices"),
     [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.nightly)
         for case in itertools.product(MODELS, DEVICES)
     ],
 )
