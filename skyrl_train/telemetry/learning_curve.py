@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,9 +107,9 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
         >>> running_mean([0.0, 3.0, 6.0], 3)
         [1.5, 3.0, 4.5]
     """
-    half = width // 2
-    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    half, sums = width // 2, [0.0, *accumulate(values)]
+    windows = [(max(0, index - half), min(len(values), index + half + 1)) for index in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in windows]
 
 
 def _points(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:

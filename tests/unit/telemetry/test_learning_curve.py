@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import pytest
 
@@ -34,3 +35,14 @@ def test_a_png_is_drawn_from_few_points_from_many_and_with_gaps(tmp_path):
 )
 def test_the_running_mean_is_centred_and_shorter_at_the_ends(width, expected):
     assert running_mean([0.0, 3.0, 6.0, 3.0], width) == expected
+
+
+def test_the_running_mean_of_a_long_run_takes_the_memory_of_its_values():
+    values = [float(number) for number in range(20_000)]
+    tracemalloc.start()
+    try:
+        means = running_mean(values, 1_001)
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(values) * 8
+    finally:
+        tracemalloc.stop()
+    assert means[10_000] == values[10_000]
