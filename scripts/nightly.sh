@@ -56,6 +56,7 @@
 #                    test_endpoints: mypy on a program            check.sh: mypy on the package
 #                    test_bare_machine: the plan                  training and supervised training
 #                    test_selftest: all cases                     each case is of code that has tests of its own
+#                    test_measure: each piece of a CPU            three of them, by default
 #                    test_auto_placement: plans                   each size on each machine
 #                    test_placement_search: 37 of 40 machines     three of them
 # Neither here nor in CI without what they need: tests/gpu (`pytest -m gpu`, a CUDA device), and where

@@ -54,7 +54,7 @@ def test_pieces_of_a_cpu_leave_rates_and_fill_a_page(tmp_path: Path, cache: Path
     assert not cache.exists(), "rates of a CPU decide nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_piece_of_a_cpu_passes_but_for_those_that_other_tests_have(tmp_path: Path) -> None:
     """Compiled layers take minutes on a busy CPU: they are a case of the self-test; vLLM is one, too."""
     chosen = [case.name for case in pieces(CPU, tmp_path) if not case.arguments.get("compiled")]
