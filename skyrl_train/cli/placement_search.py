@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 
 from skyrl_train.config.placement import ROLES, PlacementConfig, StrategyConfig, mesh_sizes
 from skyrl_train.config.platform import Devices
@@ -362,6 +363,8 @@ class Search:
         nodes, per_node = even_nodes(self.devices)
         found: list[str] = []
         for settings in _REMEDIES:
+            if _ADAPTER in settings and find_spec("peft") is None:  # without which it cannot be reckoned
+                continue
             config = self.config
             for setting in settings:
                 config = _SETTINGS[setting](config)
