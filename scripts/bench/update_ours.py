@@ -20,7 +20,7 @@ from skyrl_train.learner.build import compile_layers
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.attention import leave_uncompiled
-from skyrl_train.model.causal_lm import _disable_dropout
+from skyrl_train.model.causal_lm import disable_dropout
 from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.telemetry.metrics import to_values
 
@@ -96,7 +96,7 @@ class Ours:
             max_tokens_per_forward_microbatch=tokens,
         )
         model = build_model(size, experts=experts).to(device)
-        _disable_dropout(model)
+        disable_dropout(model)
         if checkpointing:
             model.gradient_checkpointing_enable()
         model.train()

@@ -177,9 +177,8 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> s
     """Return a row of the table: a model of so many megabytes of float32 that travels in `dtype` from so many ranks."""
     import torch
 
-    from skyrl_train.flat_bytes import Memory
     from skyrl_train.weight_sync.parts import Arrivals, Entry, pack_part
-    from skyrl_train.weights import Bucket, Piece, bucket_names, copied, size_of
+    from skyrl_train.weights import Bucket, Memory, Piece, bucket_names, copied, size_of
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")

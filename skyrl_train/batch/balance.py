@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.planner import RowFacts
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
-from skyrl_train.errors import BatchError
-from skyrl_train.wording import counted
+from skyrl_train.errors import BatchError, counted
 
 Costs = NDArray[np.float64]
 

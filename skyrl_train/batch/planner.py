@@ -29,8 +29,7 @@ from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.prefix_tree import hosts_of, least_between, prefix_order, sharing_keys
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 from skyrl_train.config.rules import LayoutChoice, LayoutName
-from skyrl_train.errors import BatchError
-from skyrl_train.wording import counted
+from skyrl_train.errors import BatchError, counted
 
 if TYPE_CHECKING:
     from skyrl_train.batch.training_batch import TrainingInputBatch

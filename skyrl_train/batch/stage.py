@@ -16,8 +16,7 @@ from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.planner import facts_of
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.errors import BatchError
-from skyrl_train.wording import counted
+from skyrl_train.errors import BatchError, counted
 
 Together = Literal["row", "trajectory", "prompt"]
 """The largest unit within which rows share computation."""

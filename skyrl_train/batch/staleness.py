@@ -9,8 +9,7 @@ from torch import Tensor
 
 from skyrl_train.batch.minibatch import tokens_with_loss
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.errors import BatchError
-from skyrl_train.wording import counted
+from skyrl_train.errors import BatchError, counted
 
 
 def token_ages(batch: TrainingInputBatch) -> Tensor | None:

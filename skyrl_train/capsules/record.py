@@ -31,7 +31,7 @@ from skyrl_train.batch.minibatch import LossDenominators
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.images import as_record, from_record
-from skyrl_train.telemetry.files import parse_json, read_json, whole_number, write_json
+from skyrl_train.telemetry.files import parse_strict_json, read_json, whole_number, write_json
 
 CAPSULE_FILE = "capsule.json"
 CONFIG_FILE = "config.yaml"
@@ -171,7 +171,7 @@ def read_batch(path: Path) -> TrainingInputBatch:
     try:
         file: Any = safe_open(path, framework="pt")
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        known = dict(parse_json(file.metadata()["batch"]))
+        known = dict(parse_strict_json(file.metadata()["batch"]))
         for name in ("policy_mini_batch_boundaries", "critic_mini_batch_boundaries"):
             known[name] = known[name] and tuple((int(start), int(stop)) for start, stop in known[name])
         known["images"] = tuple(map(from_record, known.get("images", ())))

@@ -21,8 +21,7 @@ from skyrl_train.config.placement import ROLES, PlacementConfig
 from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig, SFTConfig, sft_layout
-from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.wording import counted
+from skyrl_train.errors import ConfigError, Violation, counted
 
 _COUNT_TIMEOUT_S = 30.0
 """Deadline of joining a cluster to count its GPUs."""

@@ -20,13 +20,12 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.config.validate_batch import FIELDS as SIZE_FIELDS
 from skyrl_train.data.hub import fetch_config
-from skyrl_train.errors import ConfigError, ModelError, Violation
+from skyrl_train.errors import ConfigError, ModelError, Violation, counted, three_digits
 from skyrl_train.memory.model_sizes import ModelSizes, model_sizes, read_architecture
 from skyrl_train.plan.fitting import WANTED, positions_that_fit, recomputing, wanted_positions
 from skyrl_train.plan.forms import LAYOUT_SETTINGS, Allocation, EngineOptions, Form, allocations, rank_forms, step_work
 from skyrl_train.plan.memory import head_violations, optimizer_state_bytes, plan_memory
 from skyrl_train.plan.scale import Device, ScaledModel, devices_per_engine, engine_room
-from skyrl_train.wording import counted, three_digits
 
 ASSUMED_MEMORY_GB = 80.0
 """Memory assumed of a GPU that does not say how much it has."""

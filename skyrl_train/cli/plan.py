@@ -29,7 +29,7 @@ from skyrl_train.config.schema import Config, DataConfig, EnvironmentConfig, Mod
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import is_cached
 from skyrl_train.data.rows import find_sources
-from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError, Violation
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError, Violation, counted
 from skyrl_train.installed import find_modules_here
 from skyrl_train.memory.model_sizes import local_folder, model_sizes
 from skyrl_train.model.vocabulary import check_special_tokens_of, stated_vocabulary_size
@@ -44,7 +44,6 @@ from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.rollout.tools.toolbox import tool_schemas
 from skyrl_train.telemetry.rollout_store import read_rollouts
-from skyrl_train.wording import counted
 
 CONFIG_NAME = "config"
 _UNCOUNTED = "The training prompts were not counted, for a reason below; planning with one batch of them."

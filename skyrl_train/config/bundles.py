@@ -11,7 +11,7 @@ from typing import Literal
 
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
-from skyrl_train.wording import counted
+from skyrl_train.errors import counted
 
 Role = Literal["policy", "reference", "critic"]
 _SETTINGS = {"policy": "policy", "reference": "ref", "critic": "critic"}

@@ -16,7 +16,7 @@ from math import lcm
 from typing import Any, TypeGuard
 
 from skyrl_train.config.batch_rules import Sizes, divisors, problems
-from skyrl_train.wording import counted
+from skyrl_train.errors import counted
 
 Settings = Mapping[str, Any]
 """By dotted name; a setting that is not stated is absent."""

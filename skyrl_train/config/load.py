@@ -16,8 +16,7 @@ from skyrl_train.config.fields import fact, hints, is_optional, remedy_for_unkno
 from skyrl_train.config.rules import Most, Range, StandsFor
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.registry import TARGET, PartSpec, Seam, did_you_mean
-from skyrl_train.user_code import absolute_target
+from skyrl_train.registry import TARGET, PartSpec, Seam, absolute_target, did_you_mean
 
 T = TypeVar("T")
 

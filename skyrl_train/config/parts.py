@@ -260,13 +260,13 @@ TRACKERS = Seam("tracker.custom", {}, given=("folder",))
 ENGINES = Seam(
     "generator.backend",
     {
-        "hf": Builtin("skyrl_train.inference.hf:build_engine", Reads(in_flight_updates=True)),
+        "hf": Builtin("skyrl_train.inference.hf:build_hf_engine", Reads(in_flight_updates=True)),
         "vllm": Builtin(
             "skyrl_train.inference.vllm:VLLMEngine",
             Reads(own_devices=True, in_flight_updates=True),
             settings="generator.vllm",
         ),
-        "http": Builtin("skyrl_train.inference.http:build_engine", settings="generator.http"),
+        "http": Builtin("skyrl_train.inference.http:build_http_engine", settings="generator.http"),
         "replay": Builtin("skyrl_train.rollout.replay:ReplayGenerator", settings="generator.replay_path"),
     },
     given=("settings", "tokenizer"),

@@ -21,8 +21,7 @@ from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import run_rules
 from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
-from skyrl_train.errors import Violation
-from skyrl_train.wording import counted
+from skyrl_train.errors import Violation, counted
 
 FIELDS = {
     "train_batch_size": "trainer.train_batch_size",

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from skyrl_train.data.token_store import Ints
-from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.errors import ConfigError, Violation, counted
 from skyrl_train.seeding import derive_seed
-from skyrl_train.wording import counted
 
 
 class EpochOrder:

@@ -20,9 +20,8 @@ from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.token_budget import Rows, balance_longest_first, split_packed
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.errors import BatchError
+from skyrl_train.errors import BatchError, counted
 from skyrl_train.images import ImageSpans
-from skyrl_train.wording import counted
 
 
 def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: int = 1) -> list[Rows]:

@@ -24,10 +24,9 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, counted
 from skyrl_train.registry import PartSpec, did_you_mean, part_name, split_spec
 from skyrl_train.seeding import derive_seed
-from skyrl_train.wording import counted
 
 SETTING = "data.reasoning_gym"
 COLUMN = "reasoning_gym"

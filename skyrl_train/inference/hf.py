@@ -263,7 +263,7 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
+def build_hf_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
     """Raises ModelError."""
     model = load_for_engine(settings.model, settings.device)
     if settings.records_routing:

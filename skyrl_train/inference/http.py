@@ -254,7 +254,7 @@ class HTTPEngine(UpdatableEngine):
         }
 
 
-def build_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:  # noqa: ARG001
+def build_http_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:  # noqa: ARG001
     """Return the engine behind `generator.http`. Raises EngineError where the server does not answer."""
     return HTTPEngine(
         settings.http,

@@ -24,8 +24,7 @@ from skyrl_train.inference.vllm_images import prompt_with_images
 from skyrl_train.inference.vllm_processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm_settings import VLLMSettings, sampling_arguments
 from skyrl_train.rollout.token_stream import Listener
-from skyrl_train.turns import NO_ROUTING, routing_column
-from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason, VersionRun
+from skyrl_train.types import NO_ROUTING, GenerationOutput, GenerationRequest, StopReason, VersionRun, routing_column
 from skyrl_train.weights import Bucket, in_file
 
 T = TypeVar("T")
@@ -37,7 +36,7 @@ Python's own thresholds looking for rings takes half of what is done beside vLLM
 
 
 @dataclass
-class _Running:
+class Running:
     """A request that vLLM has, and its answer so far."""
 
     request: GenerationRequest
@@ -71,8 +70,8 @@ class VLLMCore:
     def __init__(self, settings: VLLMSettings, processes: EngineProcesses) -> None:
         """Loads the model and waits for it. What vLLM starts is among `processes`. Raises EngineError with its reason."""
         self._settings = settings
-        self._requests: dict[str, _Running] = {}
-        self._held: list[_Running] = []
+        self._requests: dict[str, Running] = {}
+        self._held: list[Running] = []
         self._updating = False
         self._num_received = 0
         self._broken = ""
@@ -136,7 +135,7 @@ class VLLMCore:
             future.set_exception(EngineDeadError(self._broken))
             return
         if self._updating or (self._settings.awaits_weights and self.weight_version < 0):
-            self._held.append(_Running(request, future, listener))
+            self._held.append(Running(request, future, listener))
             return
         try:
             self._engine.add_request(
@@ -154,7 +153,7 @@ class VLLMCore:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
             future.set_exception(EngineDeadError(self._broken) if self._broken else EngineError(text))
             return
-        self._requests[request.request_id] = _Running(request, future, listener)
+        self._requests[request.request_id] = Running(request, future, listener)
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
@@ -189,7 +188,7 @@ class VLLMCore:
         if running is not None:
             if not self._broken:
                 self._engine.abort_request([request_id])
-            running.future.set_result(_answer(_Running(running.request, running.future), "abort"))
+            running.future.set_result(_answer(Running(running.request, running.future), "abort"))
 
     def fail_all(self, error: EngineError) -> None:
         """Give this error to what runs or waits."""
@@ -336,7 +335,7 @@ def _for_workers(bucket: Bucket, *, separate: bool) -> Iterator[Bucket]:
         yield replace(bucket, parts=tuple(filed(part) for part in bucket.parts)) if bucket.parts else filed(bucket)
 
 
-def _answer(running: _Running, finish_reason: str) -> GenerationOutput:
+def _answer(running: Running, finish_reason: str) -> GenerationOutput:
     return GenerationOutput(
         token_ids=tuple(running.token_ids),
         logprobs=tuple(running.logprobs),

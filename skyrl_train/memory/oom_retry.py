@@ -23,10 +23,9 @@ from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.errors import MemoryLimitError, RankOutOfMemory
+from skyrl_train.errors import MemoryLimitError, RankOutOfMemory, counted
 from skyrl_train.memory.meter import GIB, MemoryMeter
 from skyrl_train.telemetry.metrics import Last, Max, StepMetrics, Sum
-from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

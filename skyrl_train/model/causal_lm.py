@@ -251,7 +251,7 @@ def refuse_missing(model: ModelConfig, missing: Sequence[str]) -> None:
 
 def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.device | str) -> None:
     """Puts the model on `device`, without dropout, checkpointing its activations where asked for. Raises ModelError."""
-    _disable_dropout(loaded)
+    disable_dropout(loaded)
     add_vision(loaded)
     try:
         loaded.to(device)  # type: ignore[arg-type]
@@ -377,7 +377,7 @@ def _require_files(path: str, folder: Path) -> None:
     raise ModelError(f"model path {path!r}: {folder} lacks {', '.join(missing)}. {remedy}")
 
 
-def _disable_dropout(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Dropout would make the update depend on how rows are split; reinforcement learning does without."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -19,7 +19,7 @@ from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.platform import Devices, gpu_name
 from skyrl_train.config.schema import Config, PlatformConfig, TrainerConfig
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
-from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation
+from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation, counted
 from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.calibration import machine_rates
@@ -31,7 +31,6 @@ from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes
 from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
 from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
-from skyrl_train.wording import counted
 
 MachineOf = Callable[[PlatformConfig, str], MachineRates]
 """Of a platform, and of the type in which models compute."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from skyrl_train.config.bundles import Layout, Role, leaves_devices
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import Violation
+from skyrl_train.errors import Violation, byte_size
 from skyrl_train.memory.predict import PredictedPasses
-from skyrl_train.wording import byte_size
 
 _GPUS_PER_NODE = 8
 """Of a node, where the placement binds nothing to one."""

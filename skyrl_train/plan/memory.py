@@ -19,12 +19,11 @@ from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.placement import STATE_BUCKET_BYTES, mesh_sizes
 from skyrl_train.config.schema import Config, OptimizerConfig
-from skyrl_train.errors import MemoryLimitError, ModelError, Violation
+from skyrl_train.errors import MemoryLimitError, ModelError, Violation, three_digits
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_architecture
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
 from skyrl_train.plan.host_memory import HostMemory, host_lines, plan_host_memory
 from skyrl_train.plan.scale import Device
-from skyrl_train.wording import three_digits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

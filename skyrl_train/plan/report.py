@@ -10,7 +10,7 @@ from math import ceil
 from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
-from skyrl_train.errors import Violation
+from skyrl_train.errors import Violation, byte_size, counted
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
 from skyrl_train.plan.device_report import PlacementReport, placement_lines
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
@@ -19,7 +19,6 @@ from skyrl_train.plan.notes import PlanNote, percent
 from skyrl_train.plan.pipeline import SHOWN
 from skyrl_train.plan.time import RunTime, time_lines, tokens_of_rollout
 from skyrl_train.registry import part_name
-from skyrl_train.wording import byte_size, counted
 
 TOKEN_BYTES = {
     "input_ids": 4,

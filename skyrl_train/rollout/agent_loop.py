@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.errors import DeadlineError, EngineError, counted
 from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.chat_tokens import ChatTokens
@@ -30,7 +30,6 @@ from skyrl_train.types import (
     find_parent,
     new_routing,
 )
-from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 tools/{calls,failed,malformed} | count | Calls of tools in a trajectory, of which a tool failed, of which could not be

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.registry import PartSpec
+from skyrl_train.registry import PartSpec, error_text, own_line
 from skyrl_train.rollout.env_variables import told_missing
 from skyrl_train.rollout.plain_data import MAX_METRIC_NAME, number_in, numbers_only, plain, scalar
 from skyrl_train.rollout.tools.toolbox import Schema, is_content
 from skyrl_train.telemetry.json_text import is_text, shown
 from skyrl_train.telemetry.redaction import redact_text
 from skyrl_train.types import ChatMessage, Failure, FailureKind
-from skyrl_train.user_code import error_text, own_line
 
 T = TypeVar("T")
 Answer = dict[str, Any]

@@ -18,9 +18,9 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from skyrl_train.registry import at_breakpoint
 from skyrl_train.rollout.env_boundary import MAX_WORKERS, Request, describe, late
 from skyrl_train.rollout.env_hosted import HostedEnvironment
-from skyrl_train.user_code import at_breakpoint
 
 T = TypeVar("T")
 

@@ -50,12 +50,21 @@ import numpy as np
 
 from skyrl_train.errors import DataError, SaveError
 from skyrl_train.rollout.admission import Closed, Settled
-from skyrl_train.telemetry.files import DISK_TIMEOUT_S, bring_to_disk, parse_json, sync_folder
+from skyrl_train.telemetry.files import DISK_TIMEOUT_S, bring_to_disk, parse_strict_json, sync_folder
 from skyrl_train.telemetry.json_text import json_line
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.threads import WorkerThread
-from skyrl_train.turns import NO_ROUTING, decode_routing, encode_routing
-from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, StopReason, Trajectory, VersionRun
+from skyrl_train.types import (
+    NO_ROUTING,
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+    StopReason,
+    Trajectory,
+    VersionRun,
+    decode_routing,
+    encode_routing,
+)
 
 FILE = "journal.jsonl"
 _CLOSE_TIMEOUT_S = 30.0
@@ -317,7 +326,7 @@ def journal_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 torn_at = torn_at or number
                 continue
             try:
-                record = parse_json(line)
+                record = parse_strict_json(line)
                 found = int(record.get("write", 0))
             except (ValueError, TypeError, AttributeError) as error:
                 raise _no_line(path, number, error) from error
@@ -360,7 +369,7 @@ def read_group(path: Path, place: int) -> list[tuple[Prompt, Trajectory]]:
         file.seek(place)
         line = file.readline()
     try:
-        return [decode_trajectory(record) for record in parse_json(line)["trajectories"]]
+        return [decode_trajectory(record) for record in parse_strict_json(line)["trajectories"]]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
             f"{path}: the group at byte {place} cannot be read ({type(error).__name__}: {error})"

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skyrl_train.errors import ConfigError, DataError, EngineError, Violation
+from skyrl_train.errors import ConfigError, DataError, EngineError, Violation, counted
 from skyrl_train.images import ImageSpan, ImageSpans
 from skyrl_train.rollout.checked_engine import check_failures, checked_trajectory
 from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import FILE, batch_places, read_group
 from skyrl_train.telemetry.rollout_store import read_facts, read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
-from skyrl_train.wording import counted
 
 _LARGEST_ID = 2**31
 _NOT_TRAINED_ON = re.compile(r"(?:eval|failed)_step_\d+\.(?:parquet|jsonl)")

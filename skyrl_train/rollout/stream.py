@@ -24,7 +24,7 @@ from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards
 from skyrl_train.algorithms.filters import differing_prompts, shape_rewards
 from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.data.curriculum import Curriculum, SolveRates
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, counted
 from skyrl_train.rollout.admission import (
     FAILED,
     FILTERED,
@@ -40,7 +40,6 @@ from skyrl_train.rollout.generator import ProgressCallback, RolloutGenerator
 from skyrl_train.rollout.groups import Group, distinct, mean_length, rollouts_of
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
-from skyrl_train.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from skyrl_train.capsules.search import (
     with_loss_on,
 )
 from skyrl_train.config.sft import SFTConfig
-from skyrl_train.errors import ModelError, NonFiniteError
+from skyrl_train.errors import ModelError, NonFiniteError, counted
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.state import read_tensors
@@ -35,7 +35,6 @@ from skyrl_train.runs.capsule import MODELS, Opened, models_of
 from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.state import TrainerState
-from skyrl_train.wording import counted
 
 OUTLIER = 10.0
 """A trajectory's gradient norm is out of range from so many times what nine of ten others in its mini-batch have at most."""

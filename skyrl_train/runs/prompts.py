@@ -11,12 +11,11 @@ from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig, 
 from skyrl_train.config.image_rules import layout_violations
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.placement import StrategyConfig
-from skyrl_train.errors import ConfigError, DataError, ModelError, Violation
+from skyrl_train.errors import ConfigError, DataError, ModelError, Violation, counted
 from skyrl_train.registry import PartSpec, part_name, split_spec
 from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.runs.build import chat_tokens
 from skyrl_train.types import Prompt
-from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from skyrl_train.rollout.replay import ReplayGenerator

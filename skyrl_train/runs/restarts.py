@@ -25,9 +25,8 @@ from skyrl_train.config.placement import ROLES, PlacementConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig, layout_of_run, validate_sft
 from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested
+from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested, counted
 from skyrl_train.runs.common import OnEnd, tell_nobody
-from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from skyrl_train.telemetry.console import RunConsole

@@ -16,7 +16,7 @@ from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.rewards import with_reward_components
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, counted, every
 from skyrl_train.model.gguf import pinned
 from skyrl_train.plan.report import optimizer_steps_text
 from skyrl_train.registry import PartSpec, part_name
@@ -48,7 +48,6 @@ from skyrl_train.runs.common import (
 from skyrl_train.runs.look import first_look
 from skyrl_train.runs.prompts import CheckedRows, has_images, measure_prompts, read_rows, require_exact_images
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
-from skyrl_train.wording import counted, every
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assemble import AssemblySettings

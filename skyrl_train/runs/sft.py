@@ -12,7 +12,7 @@ from skyrl_train.cli.memory_settings import settle
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import RunModels
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_layout, sft_learner_settings, validate_sft
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, counted, every
 from skyrl_train.model.gguf import pinned
 from skyrl_train.registry import part_name
 from skyrl_train.runs.build import Host, build_learners
@@ -32,7 +32,6 @@ from skyrl_train.runs.common import (
 from skyrl_train.runs.prompts import require_exact_images
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
-from skyrl_train.wording import counted, every
 
 if TYPE_CHECKING:
     from skyrl_train.interfaces import Learner

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from skyrl_train.config.data import NO_HELD_OUT
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.config.sft import SFTDataConfig, SFTTrainerConfig
-from skyrl_train.wording import counted
+from skyrl_train.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,6 @@ from skyrl_train.distributed.process_group import join, leave
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, make_strategy
 from skyrl_train.endpoints import Rendezvous
-from skyrl_train.flat_bytes import checksum_of
 from skyrl_train.model.torch_versions import all_gather, reduce_scatter
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import (
@@ -33,7 +32,7 @@ from skyrl_train.selftest.fixtures import (
 )
 from skyrl_train.weight_sync.cuda_ipc import Export, import_copy
 from skyrl_train.weight_sync.sender import WeightGroup
-from skyrl_train.weights import pack
+from skyrl_train.weights import checksum_of, pack
 
 if TYPE_CHECKING:
     from skyrl_train.batch.minibatch import MiniBatch

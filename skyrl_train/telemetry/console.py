@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from skyrl_train.user_code import at_breakpoint
+from skyrl_train.registry import at_breakpoint
 
 _RECENT_STEPS = 20
 """Steps over which the time left is estimated: the last ones, since responses grow during training."""

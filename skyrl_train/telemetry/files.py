@@ -120,10 +120,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError, and ValueError for whatever else is wrong with it."""
-    return parse_json(path.read_bytes())
+    return parse_strict_json(path.read_bytes())
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_strict_json(text: bytes | str) -> Any:
     """What `json.loads` makes of a text that another program may have written.
 
     Raises ValueError, as for any other text that is not JSON, for bytes that are not UTF-8, for NaN and infinities, for

@@ -9,9 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from skyrl_train.errors import counted
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

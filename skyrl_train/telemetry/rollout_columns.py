@@ -14,7 +14,7 @@ their turns. A trajectory that failed before its first turn has one row, whose `
     of its tokens      logprobs (the engine's), loss_mask, advantages, policy_logprobs, reference_logprobs, entropies:
                        lists as long as response_token_ids; null where there are none
 
-A turn stores what it adds to its parent, an earlier turn of its trajectory (see `turns.py`), so that a conversation's tokens
+A turn stores what it adds to its parent, an earlier turn of its trajectory (see `types.py`), so that a conversation's tokens
 are in the file once. Numbers of tokens stand as streams of their bytes (`BYTE_STREAM_SPLIT`), which zstd takes to half;
 texts that come again are stored once (dictionaries). The four columns that the trainer adds (`rollouts.columns`) may be
 rounded to bfloat16: they are float32 of which the lower half is zeros then. The file's metadata `skyrl_train` says so:

@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, counted
 from skyrl_train.images import as_record, from_record
 from skyrl_train.telemetry.json_text import json_problem, parse_json, shown
-from skyrl_train.turns import NO_ROUTING, decode_routing, encode_routing
 from skyrl_train.types import (
+    NO_ROUTING,
     ChatMessage,
     Failure,
     FailureKind,
@@ -44,10 +44,11 @@ from skyrl_train.types import (
     Trajectory,
     Turn,
     VersionRun,
+    decode_routing,
+    encode_routing,
     find_parent,
     token_ids,
 )
-from skyrl_train.wording import counted
 
 _JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", NoneType: "null"}
 _LARGEST_COUNT = 2**31 - 1

@@ -27,8 +27,7 @@ from skyrl_train.telemetry.rollout_columns import (
     arrow_schema,
 )
 from skyrl_train.telemetry.rollout_log import UNNUMBERED, decode_with_turns, finite, messages
-from skyrl_train.turns import NO_ROUTING
-from skyrl_train.types import Prompt, StopReason, Trajectory, Turn, VersionRun
+from skyrl_train.types import NO_ROUTING, Prompt, StopReason, Trajectory, Turn, VersionRun
 
 _LARGEST_EXPANSION = 2000
 """How many times its size a file may say that it holds: more would be made to fill the memory of who reads it."""

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import SkyrlTrainError, counted
 from skyrl_train.installed import install_command
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.types import ChatMessage, RolloutBatch, Trajectory
-from skyrl_train.wording import counted
 
 SAMPLES_SHOWN = 10
 SAMPLE_COLUMNS = ("uid", "prompt", "response", "reward", "turns", "tokens", "outcome")

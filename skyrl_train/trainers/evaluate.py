@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from skyrl_train.errors import counted
 from skyrl_train.interfaces import Generator
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
-from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 eval/accuracy | share | Right answers: mean over held-out prompts of the share of their samples. | evaluations | verl

@@ -11,10 +11,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, counted
 from skyrl_train.telemetry.files import write_json
 from skyrl_train.trainers.evaluate import EvaluationFigures, EvaluationResult
-from skyrl_train.wording import counted
 
 
 def read_evaluations(path: Path) -> list[EvaluationResult]:

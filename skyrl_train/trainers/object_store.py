@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_train.errors import CheckpointError, SaveError
-from skyrl_train.telemetry.files import parse_json, write_atomically
+from skyrl_train.telemetry.files import parse_strict_json, write_atomically
 from skyrl_train.telemetry.json_text import shown
 from skyrl_train.threads import map_in_time
 from skyrl_train.trainers.manifest import MANIFEST, read_manifest
@@ -280,7 +280,7 @@ class ObjectStore:
 
 def _parsed(content: bytes) -> Pointer:
     """Raises ValueError, KeyError, TypeError."""
-    entries = parse_json(content)
+    entries = parse_strict_json(content)
     if entries["format"] != FORMAT:
         raise ValueError(f"format {shown(entries['format'])}")
     names = (*entries["checkpoints"], *entries["set_aside"])

@@ -19,7 +19,8 @@ from typing import Any
 
 from skyrl_train.capsules.record import cut_capsules_after
 from skyrl_train.config.rules import Resume
-from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation
+from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation, counted
+from skyrl_train.registry import code_digests
 from skyrl_train.telemetry.files import read_json, whole_number, write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder, environment_of_run
@@ -29,8 +30,6 @@ from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
 from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
-from skyrl_train.user_code import code_digests
-from skyrl_train.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)

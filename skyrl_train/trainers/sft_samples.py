@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_train.data.token_store import ExampleSet
-from skyrl_train.errors import DeadlineError
+from skyrl_train.errors import DeadlineError, counted
 from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
 from skyrl_train.rollout.loop_thread import LoopThread
@@ -18,7 +18,6 @@ from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.json_text import json_line
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-from skyrl_train.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)

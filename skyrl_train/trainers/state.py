@@ -26,12 +26,12 @@ from skyrl_train.algorithms.controllers import (
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.installed import DISTRIBUTION
+from skyrl_train.registry import code_digests
 from skyrl_train.rollout.admission import Settled
 from skyrl_train.telemetry.files import finite_number, read_json, whole_number, write_json
 from skyrl_train.telemetry.json_text import shown
 from skyrl_train.telemetry.run_folder import STATE_FILE as STATE_FILE
 from skyrl_train.types import Prompt
-from skyrl_train.user_code import code_digests
 
 DECLARED_METRICS = """
 total/{prompts,trajectories,failed_trajectories,examples,optimizer_steps} | count | Since the run's first step;

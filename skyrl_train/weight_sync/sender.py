@@ -15,12 +15,12 @@ from torch import Tensor
 from skyrl_train.distributed.gather import own_box
 from skyrl_train.distributed.process_group import meet
 from skyrl_train.endpoints import Rendezvous, free_port
-from skyrl_train.flat_bytes import Memory
 from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
 from skyrl_train.weight_sync.parts import Entry, SentWeights, pack_part
 from skyrl_train.weights import (
     Bucket,
+    Memory,
     ParameterFact,
     Piece,
     WeightSender,

@@ -32,7 +32,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig, HTTPConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
 from skyrl_train.images import Image, ImageSpan, ImageSpans
-from skyrl_train.inference.http import build_engine
+from skyrl_train.inference.http import build_http_engine
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
@@ -207,7 +207,7 @@ def http_outcome(folder: Path) -> dict[str, float]:
         url = f"http://127.0.0.1:{port}"
         _wait_until_it_answers(server, url)
         http = HTTPConfig(url=url)
-        engine = build_engine(replace(engine_settings(config), http=http))
+        engine = build_http_engine(replace(engine_settings(config), http=http))
 
         def answer(requests: Sequence[GenerationRequest]) -> list[Any]:
             async def all_of_them() -> list[Any]:

@@ -74,13 +74,13 @@ def test_responses_of_several_versions_are_trained_on_and_their_distance_is_told
 
 def build_custom(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:
     """For `generator.backend`: an engine that says nothing of updates."""
-    return hf.build_engine(settings, tokenizer)
+    return hf.build_hf_engine(settings, tokenizer)
 
 
 @reads(in_flight_updates=True)
 def build_declared(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:
     """For `generator.backend`: one that takes them between two tokens."""
-    return hf.build_engine(settings, tokenizer)
+    return hf.build_hf_engine(settings, tokenizer)
 
 
 @pytest.mark.parametrize(

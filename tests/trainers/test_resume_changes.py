@@ -18,13 +18,13 @@ from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.config.sft import AnyConfig, SFTConfig
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.registry import absolute_target, code_digests
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import state
 from skyrl_train.trainers.changes import changes_since, flat_config, resume_settings
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.resume import Start, find_start
 from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
-from skyrl_train.user_code import absolute_target, code_digests
 
 DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
 SHAPES_AND_TOKENS = {

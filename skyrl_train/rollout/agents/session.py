@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.errors import DeadlineError, EngineError, counted
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import Episode
 from skyrl_train.rollout.agents.chat_wire import Answered, Asked, refused
@@ -48,7 +48,6 @@ from skyrl_train.types import (
     StopReason,
     TokenIds,
 )
-from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 env/agent/<name> | count | What an agent's program did in a trajectory: requests it repeated, cancelled or never read,

@@ -18,7 +18,7 @@ from skyrl_train.config.bundles import Role
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, PlanConfig, StrategyConfig, TrainerConfig
 from skyrl_train.config.validate_models import quantization
 from skyrl_train.distributed.strategy import Sharded
-from skyrl_train.inference.hf import build_engine, load_for_engine
+from skyrl_train.inference.hf import build_hf_engine, load_for_engine
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.memory.model_sizes import ParameterCounts
 from skyrl_train.memory.predict import DeviceShare, Effort
@@ -80,7 +80,7 @@ def test_an_engine_in_this_process_holds_the_type_of_the_forward() -> None:
     for dtype in ("float32", "bfloat16"):
         model = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
         settings = EngineSettings(model=model, device="cpu", max_batch_size=4, max_context_length=64)
-        engine = build_engine(settings, load_tokenizer(model))
+        engine = build_hf_engine(settings, load_tokenizer(model))
         assert {str(each.dtype) for each in engine._model.parameters()} == {f"torch.{dtype}"}
         engine.close()
 

@@ -18,8 +18,17 @@ from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_json_lines
-from skyrl_train.turns import decode_routing, encode_routing, routing_column
-from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
+from skyrl_train.types import (
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    StopReason,
+    Turn,
+    decode_routing,
+    encode_routing,
+    routing_column,
+)
 from tests.support.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,
