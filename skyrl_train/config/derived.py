@@ -293,7 +293,8 @@ def _sizes(stated: Settings, situation: Situation, batching: object) -> Sizes:
 
 @cache
 def _solve(start: Sizes, stated: frozenset[str]) -> Sizes:
-    """Return the sizes nearest to `start` that break no rule, the stated ones as they are; `start` where there are none.
+    """Return the sizes nearest to `start` that break no rule, the stated ones as they are; `start` where there are none. A
+    critic's mini-batch that contradicts the other sizes changes none of them.
 
     A training batch is as large as it begins or as little larger as what is stated allows, and has two optimizer steps or
     one, where that can be: later ones are further off the policy that sampled.
@@ -308,6 +309,9 @@ def _solve(start: Sizes, stated: frozenset[str]) -> Sizes:
         sizes = replace(start, train_batch_size=batch, policy_mini_batch_size=mini, critic_mini_batch_size=critic)
         if (found := _with_rows(sizes, stated)) is not None:
             return found
+    if "critic_mini_batch_size" in stated:
+        without = _solve(start, stated - {"critic_mini_batch_size"})
+        return replace(without, critic_mini_batch_size=start.critic_mini_batch_size)
     return start
 
 
