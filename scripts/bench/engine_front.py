@@ -15,8 +15,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from skyrl_train.inference.vllm_core import COLLECTS_AFTER, Running
-from skyrl_train.inference.vllm_settings import sampling_arguments
+from skyrl_train.inference.vllm import COLLECTS_AFTER, Running, sampling_arguments
 from skyrl_train.types import GenerationRequest, SamplingParams
 
 SAMPLING = SamplingParams(max_generate_length=100_000)

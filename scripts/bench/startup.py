@@ -37,7 +37,7 @@ def run_child(folder: Path, overrides: list[str]) -> None:
 
     mark("imports of the command")
     import skyrl_train.runs.rl as run
-    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.logs import RunConsole
     from skyrl_train.trainers import steps
 
     def note_end(owner: Any, name: str, stage: str) -> None:

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from skyrl_train.distributed.experts import ExpertGroup, divide_experts
 from skyrl_train.distributed.mesh import RankMesh
+from skyrl_train.distributed.oom_consensus import CountedAllGather, CountedReduceScatter, OomConsensus
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.oom_consensus import CountedAllGather, CountedReduceScatter, OomConsensus
-from skyrl_train.model.experts import expert_modules
-from skyrl_train.model.last_layer import decoder_layers
-from skyrl_train.model.tensor_parallel import TensorGroup, cut_matrices
-from skyrl_train.model.torch_versions import fsdp_groups
+from skyrl_train.model import decoder_layers
+from skyrl_train.model.parallel import TensorGroup, cut_matrices, expert_modules, fsdp_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

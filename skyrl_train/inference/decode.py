@@ -35,7 +35,7 @@ from skyrl_train.inference.kv_cache import (
 )
 from skyrl_train.inference.prefill import MAX_POSITIONS, KeptPrefixes, prefill
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
-from skyrl_train.rollout.token_stream import Listener
+from skyrl_train.rollout import Listener
 from skyrl_train.types import NO_ROUTING, GenerationRequest, StopReason, VersionRun, routing_column
 
 _RESERVED_NEW_TOKENS = 64

@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from skyrl_train.telemetry.files import parse_strict_json
-from skyrl_train.telemetry.json_text import shown
+from skyrl_train.system.files import parse_strict_json, shown
 
 TensorFact = tuple[torch.dtype, tuple[int, ...]]
 """Type and whole shape."""

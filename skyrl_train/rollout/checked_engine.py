@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from skyrl_train.errors import EngineError, SkyrlTrainError, counted
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.env_boundary import describe
-from skyrl_train.telemetry.activity import Activity
-from skyrl_train.telemetry.json_text import shown
+from skyrl_train.rollout.boundary.session import describe
+from skyrl_train.system.files import shown
+from skyrl_train.telemetry import Activity
 from skyrl_train.types import (
     Failure,
     FailureKind,

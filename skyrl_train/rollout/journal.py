@@ -10,7 +10,7 @@ One file of JSON lines, in the order in which things happened:
     {"call": "stream-5-000000-0001", "of": "77ab...",        an answer of an environment to the call `of`, and how it may be
      "value": {...}, "resume": {"state": {"turns": 1}}}      brought back to where it is then (`journaled.py`)
     {"restart": "stream-5-000000-0001", "reason": "..."}     it could not be: the calls before are of no use
-    {"group": 5, "trajectories": [...]}                      all samples of group 5 (see `telemetry/rollout_log.py`)
+    {"group": 5, "trajectories": [...]}                      all samples of group 5 (see `telemetry/records/log.py`)
     {"batch": 1, "groups": [3, 5], "dropped": {"4": "stale"}}  what the learner trained on at version 1
 
 A line is on disk (`fsync`) before the engine's answer goes to the environment, before a group counts as finished, and before
@@ -50,10 +50,9 @@ import numpy as np
 
 from skyrl_train.errors import DataError, SaveError
 from skyrl_train.rollout.admission import Closed, Settled
-from skyrl_train.telemetry.files import DISK_TIMEOUT_S, bring_to_disk, parse_strict_json, sync_folder
-from skyrl_train.telemetry.json_text import json_line
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
-from skyrl_train.threads import WorkerThread
+from skyrl_train.system import WorkerThread
+from skyrl_train.system.files import DISK_TIMEOUT_S, bring_to_disk, json_line, parse_strict_json, sync_folder
+from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.types import (
     NO_ROUTING,
     GenerationOutput,

@@ -14,27 +14,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from skyrl_train.cli.composition import write_yaml
+from skyrl_train.config import LoopConfig, RunConfig
 from skyrl_train.config.fields import unusual_values
-from skyrl_train.config.parts import TRACKERS
-from skyrl_train.config.platform import detect_platform, multiplies_bfloat16
-from skyrl_train.config.schema import LoopConfig, RunConfig
-from skyrl_train.model.gguf import source_line
+from skyrl_train.model import source_line
+from skyrl_train.parts import TRACKERS
 from skyrl_train.registry import part_name
+from skyrl_train.runs.cli.composition import write_yaml
+from skyrl_train.system import detect_platform, multiplies_bfloat16
 
 if TYPE_CHECKING:
     from skyrl_train.interfaces import Learner, Scorer
-    from skyrl_train.plan.batch_plan import BatchPlan
-    from skyrl_train.runs.sft_data import SFTPlan
-    from skyrl_train.telemetry.activity import Activity
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.telemetry.tracker import Trackers
-    from skyrl_train.trainers.changes import ResumeSettings
-    from skyrl_train.trainers.checkpoints import CheckpointStore
-    from skyrl_train.trainers.loop import TrainingLoop
-    from skyrl_train.trainers.resume import Start
-    from skyrl_train.trainers.state import DataFingerprint
+    from skyrl_train.plan import BatchPlan
+    from skyrl_train.runs.construction.sft_data import SFTPlan
+    from skyrl_train.telemetry import Activity, RunFolder
+    from skyrl_train.telemetry.logs import RunConsole
+    from skyrl_train.telemetry.trackers import Trackers
+    from skyrl_train.trainers import TrainingLoop
+    from skyrl_train.trainers.checkpoints import CheckpointStore, DataFingerprint, ResumeSettings, Start
 
 
 P = ParamSpec("P")
@@ -76,7 +72,7 @@ class Parts(ExitStack):
 
 def open_folder(config: RunConfig) -> RunFolder:
     """Return the run's folder, which exists from here on. Raises SkyrlTrainError where it cannot be made."""
-    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.telemetry import RunFolder
 
     folder = RunFolder(Path(config.output_dir))
     folder.create(private=config.output_access == "owner")
@@ -152,8 +148,8 @@ def begin(
 
     Raises what `find_start` raises.
     """
-    from skyrl_train.telemetry.redaction import redact
-    from skyrl_train.trainers.resume import find_start, prepare_run_folder
+    from skyrl_train.telemetry.logs import redact
+    from skyrl_train.trainers.checkpoints import find_start, prepare_run_folder
 
     for name, value, usual in unusual_values(config):
         console.warn(f"{name}={value:g} is above the usual {usual.value:g}: {usual.why}")
@@ -199,12 +195,11 @@ def build_loop(
 ) -> TrainingLoop:
     """The skeleton of the run's loop, with its trackers, which `stack` closes, and its observers.
 
-    `recorded`: every setting by its dotted name, for checkpoints (`trainers/changes.py: flat_config`). `draw` draws the
-    learning curve; the rest is as `TrainingLoop` takes it.
+    `recorded`: every setting by its dotted name, for checkpoints (`trainers/checkpoints/changes.py: flat_config`).
+    `draw` draws the learning curve; the rest is as `TrainingLoop` takes it.
     """
-    from skyrl_train.telemetry.alerts import Alerts
-    from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
-    from skyrl_train.trainers.observers import Observers
+    from skyrl_train.telemetry import Alerts
+    from skyrl_train.trainers import LoopSettings, Observers, TrainingLoop
 
     if trainer.profile_steps:
         memory = (
@@ -250,9 +245,9 @@ def build_trackers(
 
     Raises SkyrlTrainError where a tracker that was asked for cannot start: better now than after an hour.
     """
-    from skyrl_train.telemetry.metrics_log import MetricsLog
-    from skyrl_train.telemetry.redaction import redact
-    from skyrl_train.telemetry.tracker import ConsoleTracker, TensorboardTracker, Tracker, Trackers
+    from skyrl_train.telemetry import MetricsLog
+    from skyrl_train.telemetry.logs import redact
+    from skyrl_train.telemetry.trackers import ConsoleTracker, TensorboardTracker, Tracker, Trackers
 
     views: dict[str, Tracker] = {}
     chosen, name = config.tracker, config.run_name
@@ -260,7 +255,7 @@ def build_trackers(
     if chosen.tensorboard.enabled:
         views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
     if chosen.trackio.enabled or chosen.mlflow.enabled or chosen.prometheus.enabled:
-        from skyrl_train.telemetry.service_trackers import MlflowTracker, PrometheusTracker, TrackioTracker
+        from skyrl_train.telemetry.trackers import MlflowTracker, PrometheusTracker, TrackioTracker
 
         if chosen.trackio.enabled:
             views["trackio"] = TrackioTracker(chosen.trackio, folder.trackio, run_name=name, config=shown)
@@ -269,7 +264,7 @@ def build_trackers(
         if chosen.prometheus.enabled:
             views["prometheus"] = PrometheusTracker(chosen.prometheus, run_name=name, console=console)
     if chosen.wandb.enabled:  # whose server may be waited for, last
-        from skyrl_train.telemetry.wandb_tracker import WandbTracker
+        from skyrl_train.telemetry.trackers import WandbTracker
 
         log = folder.root / "run.log"
         views["wandb"] = WandbTracker(chosen.wandb, folder, run_name=name, config=shown, console=console, run_log=log)
@@ -310,6 +305,6 @@ def prepare_process(config: RunConfig) -> None:
 
     if config.platform.name == "cpu":
         torch.set_num_threads(config.platform.num_threads)
-    from skyrl_train.model.numerics import set_numerics
+    from skyrl_train.model.layers import set_numerics
 
     set_numerics(deterministic=config.deterministic)

@@ -17,24 +17,29 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import FilterConfig
-from skyrl_train.config.rewards import reward_entries
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_batch import sizes_of
-from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
-from skyrl_train.plan.dry_run import expected_peak_bytes, expected_step_seconds
-from skyrl_train.plan.estimate import RowLengths, recorded_lengths
-from skyrl_train.plan.time import duration
-from skyrl_train.runs.build import Host, rollout_generator
-from skyrl_train.seeding import derive_seed
+from skyrl_train.config.environment import reward_entries
+from skyrl_train.config.rules import sizes_of
+from skyrl_train.plan import (
+    BatchPlan,
+    RowLengths,
+    duration,
+    expected_peak_bytes,
+    expected_step_seconds,
+    make_batch_plan,
+    recorded_lengths,
+)
+from skyrl_train.runs.construction.parts import Host, rollout_generator
+from skyrl_train.system import derive_seed
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, RolloutBatch, StopReason, Turn
 
 if TYPE_CHECKING:
     from skyrl_train.interfaces import InferenceEngine, Learner
     from skyrl_train.runs.look_report import Seen
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.metrics import StepMetrics
-    from skyrl_train.trainers.steps import Generated, Learners, PPOSettings, PromptBatches
+    from skyrl_train.telemetry import StepMetrics
+    from skyrl_train.telemetry.logs import RunConsole
+    from skyrl_train.trainers import Generated, Learners, PPOSettings, PromptBatches
     from skyrl_train.types import Tokenizer
 
 NUM_PROMPTS, NUM_SAMPLES = 2, 4
@@ -86,7 +91,7 @@ def first_look(
         return
     import torch
 
-    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model import load_tokenizer
     from skyrl_train.runs.look_report import look_lines, look_warnings
 
     tokenizer, small = cast("Tokenizer", load_tokenizer(config.model)), _shortened(config)
@@ -208,8 +213,8 @@ def _look(
     tokenizer: Tokenizer,
 ) -> Seen:
     """Raises SkyrlTrainError where every sample fails."""
-    from skyrl_train.rollout.checked_engine import check_failures
-    from skyrl_train.rollout.reward_functions import forget_rewards
+    from skyrl_train.rollout import check_failures
+    from skyrl_train.rollout.rewards import forget_rewards
     from skyrl_train.runs.look_report import Seen
     from skyrl_train.trainers import steps
 
@@ -253,8 +258,8 @@ def _look(
 def _other_answers(rollouts: RolloutBatch, tokenizer: Tokenizer) -> dict[tuple[int, int], _Turns]:
     """Return the turns of other answers to each prompt, as many for each: one of its own again, another prompt's, an empty
     one, and what its row calls the answer, in several forms."""
-    from skyrl_train.rollout.scoring import row_columns
-    from skyrl_train.trainers.evaluate import groups_of
+    from skyrl_train.rollout.hosts import row_columns
+    from skyrl_train.trainers.evaluation import groups_of
 
     def tokens(text: str) -> tuple[int, ...]:
         return (*tokenizer(text, add_special_tokens=False)["input_ids"], *end)

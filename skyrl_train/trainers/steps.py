@@ -12,21 +12,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards, with_reward_columns
-from skyrl_train.algorithms.controllers import (
+from skyrl_train.algorithms import (
     EntropyControllerState,
+    SamplingState,
+    estimate_advantages,
     initial_entropy_state,
+    mask_rows,
     next_entropy_state,
+    sample_dynamically,
+    shape_rewards,
+    teacher_logprobs,
+    with_greedy_rewards,
+    with_reward_columns,
+    with_sample_counts,
+    with_step_columns,
 )
-from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
-from skyrl_train.algorithms.estimate import estimate_advantages
-from skyrl_train.algorithms.filters import mask_rows, shape_rewards, with_sample_counts
-from skyrl_train.algorithms.self_distillation import teacher_logprobs
-from skyrl_train.algorithms.step_columns import with_step_columns
-from skyrl_train.batch import assemble as assembly
-from skyrl_train.batch.minibatch import MiniBatch, mini_batches
-from skyrl_train.batch.staleness import check_staleness
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch, assembly
+from skyrl_train.batch.steps import MiniBatch, check_staleness, mini_batches
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
     FilterConfig,
@@ -34,14 +37,13 @@ from skyrl_train.config.algorithm import (
     is_self_taught,
     needs_greedy_sample,
 )
-from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.learners import old_logprobs_scored
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.derived import old_logprobs_scored
+from skyrl_train.config.models import SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
-from skyrl_train.rollout.admission import Settled
+from skyrl_train.rollout import Settled
 from skyrl_train.rollout.stream import RolloutStream
-from skyrl_train.telemetry.metrics import Mean, StepMetrics, merge_metrics
+from skyrl_train.telemetry import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
 DECLARED_METRICS = """

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.telemetry.files import parse_strict_json
+from skyrl_train.system.files import parse_strict_json
 from skyrl_train.view.sources import RolloutFile
 
 Row = dict[str, Any]

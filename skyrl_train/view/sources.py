@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.telemetry.files import parse_strict_json, read_json, whole_number
-from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.system.files import parse_strict_json, read_json, whole_number
+from skyrl_train.telemetry import RunFolder
 
 Kind = Literal["skyrl", "trl", "verl"]
 State = Literal["running", "finished", "stopped", "empty"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DeadlineError
-from skyrl_train.telemetry.files import parse_strict_json
+from skyrl_train.system.files import parse_strict_json
 
 Json = dict[str, Any]
 _LAST_OF_LOG = 200

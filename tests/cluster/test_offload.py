@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.stage import stage
-from skyrl_train.config.schema import (
-    Config,
+from skyrl_train.batch.steps import stage
+from skyrl_train.config import Config
+from skyrl_train.config.models import (
     CriticConfig,
     CriticModelConfig,
     ModelConfig,
@@ -21,11 +21,10 @@ from skyrl_train.config.schema import (
     PlatformConfig,
     StrategyConfig,
 )
-from skyrl_train.distributed.strategy import Sharded
+from skyrl_train.distributed import Sharded
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model import causal_lm, value_model
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.model import causal_lm, load_causal_lm, value_model
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import critic_of, make_batch, policy_of, save_tiny_model
 from tests.support.ray_learners import make_config, mini_batch, relative_difference, weights_of

@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import Config, EnvironmentConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, PolicyConfig
 from skyrl_train.errors import ModelError
-from skyrl_train.inference import kv_cache
-from skyrl_train.inference.decode import Decoder
-from skyrl_train.model import numerics
-from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
-from skyrl_train.model.layouts import supported_layout
-from skyrl_train.runs.rl import train
+from skyrl_train.inference import Decoder, kv_cache
+from skyrl_train.model import load_causal_lm, quiet_transformers, supported_layout
+from skyrl_train.model.layers import numerics
+from skyrl_train.runs import train
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.command_runs import records
 from tests.support.layout_cases import close, distance, flat_gradient, on_policy, tree_batch

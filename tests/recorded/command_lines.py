@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
-from skyrl_train.cli.resolvers import conf_dir
-from skyrl_train.signals import STOP_SIGNALS
+from skyrl_train.runs.cli import conf_dir
+from skyrl_train.system.processes import STOP_SIGNALS
 from tests.support.composing import presets_composed_once
 
 TABLE = Path(__file__).with_name("command_lines.txt")
@@ -45,7 +45,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/bin:/bin",
 }
 """All that a command sees of the environment, beside HOME, which is its folder."""
-MAINS: Mapping[str, str] = {"skyrl_train.plan": "skyrl_train.cli.plan", "skyrl_train.view": "skyrl_train.view.__main__"}
+MAINS: Mapping[str, str] = {
+    "skyrl_train.plan": "skyrl_train.runs.cli.plan",
+    "skyrl_train.view": "skyrl_train.view.__main__",
+}
 """Where the function `main` of a package's command is, where that is not in the module that is typed."""
 _COLLECTED_EACH = 20
 """Command lines between two collections of garbage, of which each leaves some six megabytes."""
@@ -189,7 +192,7 @@ def _as_in_a_process(folder: Path) -> Iterator[None]:
     import hydra
 
     derived, machine, preflight = (
-        importlib.import_module(f"skyrl_train.cli.{name}") for name in ("derived", "machine", "preflight")
+        importlib.import_module(f"skyrl_train.runs.cli.{name}") for name in ("derived", "machine", "preflight")
     )
 
     def refuse(node: object) -> NoReturn:

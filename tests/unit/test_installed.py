@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train import installed
-from skyrl_train.installed import DISTRIBUTION, find_modules_here, install_command, requirements
+from skyrl_train.system import DISTRIBUTION, find_modules_here, install_command, installed, requirements
 
 
 def test_an_extra_is_installed_by_the_names_and_bounds_of_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:

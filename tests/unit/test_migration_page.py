@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.fields import walk
-from skyrl_train.config.peers import PEER_NAMES, peer_setting
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig
+from skyrl_train.config import Config, SFTConfig
+from skyrl_train.config.fields import PEER_NAMES, peer_setting, walk
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXISTING = set(re.findall(r"^\| `([\w.]+)`", (DOCS / "configuration.md").read_text(encoding="utf-8"), flags=re.M))

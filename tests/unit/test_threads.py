@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import DeadlineError
-from skyrl_train.telemetry import files
-from skyrl_train.threads import in_time, map_in_time
+from skyrl_train.system import in_time, map_in_time
+from skyrl_train.system.files import files
 
 
 def test_results_are_in_order_and_items_run_side_by_side() -> None:

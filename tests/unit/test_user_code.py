@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.load import load_config
+from skyrl_train.config.door import load_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import absolute_target, code_digests, import_attr, module_of_file, own_line
-from skyrl_train.rollout import env_threads
-from skyrl_train.rollout.env_boundary import Broken, describe, read_answer
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import ProcessEnvironments
-from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.boundary import Broken, describe, read_answer
+from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
+from skyrl_train.rollout.hosts import threads as env_threads
 
 CODE = """\
 import json

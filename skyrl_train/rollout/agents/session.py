@@ -33,12 +33,11 @@ from skyrl_train.rollout.agents.http_server import RequestError
 from skyrl_train.rollout.agents.streaming import Progress
 from skyrl_train.rollout.agents.turn_tree import Kept, Sampled, tree_of
 from skyrl_train.rollout.agents.unsupported import tell_once, unsupported
-from skyrl_train.rollout.env_boundary import Broken, describe
+from skyrl_train.rollout.boundary.session import Broken, describe
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.token_stream import listening
 from skyrl_train.rollout.tools.formats import call_messages, recorded_calls, text_before_calls
-from skyrl_train.seeding import derive_seed
-from skyrl_train.threads import WorkerThread
+from skyrl_train.system import WorkerThread, derive_seed
 from skyrl_train.types import (
     ChatMessage,
     FailureKind,

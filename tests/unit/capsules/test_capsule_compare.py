@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.capsules.compare import (
+from skyrl_train.trainers.capsules.compare import (
     EXACT,
     FLOAT32,
     compare_batches,

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.capsules.record import (
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.errors import DataError
+from skyrl_train.images import Image, ImageSpan
+from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.trainers import steps
+from skyrl_train.trainers.capsules.record import (
     CAPSULE_FILE,
     BadInput,
     Capsule,
@@ -20,10 +24,6 @@ from skyrl_train.capsules.record import (
     steps_in,
     write_batch,
 )
-from skyrl_train.errors import DataError
-from skyrl_train.images import Image, ImageSpan
-from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.capsules.search import (
+from skyrl_train.runs.capsule_search import (
     first_bad,
     halve,
     in_context,
@@ -136,6 +136,6 @@ def test_loss_is_left_on_the_given_tokens_and_turns_stay_known(tmp_path: Path) -
 
 
 def test_the_package_is_a_command_too() -> None:
-    command = [sys.executable, "-m", "skyrl_train.capsules", "--help"]
+    command = [sys.executable, "-m", "skyrl_train.trainers.capsules", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: skyrl-capsule")

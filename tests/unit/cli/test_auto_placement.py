@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cli.auto_placement import find_devices, place, room_violations
-from skyrl_train.cli.plan import main as plan_main
-from skyrl_train.config.learners import gpus_needed
-from skyrl_train.config.placement import StrategyConfig
-from skyrl_train.config.platform import Devices
-from skyrl_train.config.schema import Config, PlacementConfig
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config import Config, SFTConfig
+from skyrl_train.config.derived import gpus_needed
+from skyrl_train.config.models import PlacementConfig, StrategyConfig
+from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError
+from skyrl_train.runs.cli.auto_placement import find_devices, place, room_violations
+from skyrl_train.runs.cli.plan import main as plan_main
+from skyrl_train.system import Devices
 from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 
 PLAIN, STATE_AWAY, OFFLOADED = (

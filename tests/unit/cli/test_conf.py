@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
-from skyrl_train.cli import machine, resolvers
-from skyrl_train.cli.composition import load_node, plain_values
-from skyrl_train.cli.resolvers import conf_dir
-from skyrl_train.config.agents import AGENT_RULES
+from skyrl_train.config import Config
+from skyrl_train.config.door import read_root
+from skyrl_train.config.environment import AGENT_RULES
 from skyrl_train.config.fields import walk
-from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.load import read_root
-from skyrl_train.config.placement import PlacementConfig, PlatformConfig
-from skyrl_train.config.platform import DetectedPlatform
-from skyrl_train.config.schema import Config, ModelConfig
-from skyrl_train.config.validate import run_rules, validate_config
-from skyrl_train.data.prompts import GSM8K_ENV_CLASS
-from skyrl_train.rollout.rewards.judge import Judge
+from skyrl_train.config.models import ModelConfig, PlacementConfig, PlatformConfig, SamplingConfig
+from skyrl_train.config.rules import run_rules, validate_config
+from skyrl_train.data import GSM8K_ENV_CLASS
+from skyrl_train.rollout.rewards import Judge
+from skyrl_train.runs.cli import machine, resolvers
+from skyrl_train.runs.cli.composition import load_node, plain_values
+from skyrl_train.runs.cli.resolvers import conf_dir
+from skyrl_train.system import DetectedPlatform
 from tests.support.composing import composed
 
 FILES = sorted(

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from skyrl_train.cli import machine
-from skyrl_train.cli.composition import load_node, plain_values
-from skyrl_train.cli.preflight import preflight
-from skyrl_train.cli.resolvers import conf_dir
+from skyrl_train.config import SFTConfig, sft_learner_settings, validate_sft
+from skyrl_train.config.door import read_root
 from skyrl_train.config.fields import walk
-from skyrl_train.config.load import read_root
-from skyrl_train.config.sft import SFTConfig, sft_learner_settings, validate_sft
-from skyrl_train.config.validate import run_rules
+from skyrl_train.config.rules import run_rules
+from skyrl_train.runs.cli import machine
+from skyrl_train.runs.cli.composition import load_node, plain_values
+from skyrl_train.runs.cli.preflight import preflight
+from skyrl_train.runs.cli.resolvers import conf_dir
 from tests.support.composing import composed
 
 FILES = sorted([*conf_dir().glob("sft_*/*.yaml"), *conf_dir().glob("experiment/sft_*.yaml")])

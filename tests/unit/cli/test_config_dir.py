@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cli import plan
-from skyrl_train.cli.preflight import preflight
+from skyrl_train.runs.cli import plan
+from skyrl_train.runs.cli.preflight import preflight
 
 RL = """# @package _global_
 trainer:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_train.cli import derived as resolver
-from skyrl_train.cli.composition import load_node
+from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.derived import Situation
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.config.validate import validate_config
-from skyrl_train.trainers.changes import flat_config
+from skyrl_train.config.rules import validate_config
+from skyrl_train.runs.cli import derived as resolver
+from skyrl_train.runs.cli.composition import load_node
+from skyrl_train.trainers.checkpoints import flat_config
 from tests.support.composing import composed
 
 ARCHITECTURE = {

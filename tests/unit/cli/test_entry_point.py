@@ -16,9 +16,9 @@ STANDIN = """
 import logging
 import sys
 
-from skyrl_train.cli import start
+from skyrl_train.runs.cli import start
 from skyrl_train.config.schema import Config
-from skyrl_train.cli.composition import load_node
+from skyrl_train.runs.cli.composition import load_node
 
 
 def run(node):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_train.cli.hydra_files import with_arguments_of_run
+from skyrl_train.runs.cli.hydra_files import with_arguments_of_run
 
 TYPED = [
     "data.train=questions.jsonl",

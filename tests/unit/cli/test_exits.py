@@ -13,12 +13,11 @@ from contextlib import ExitStack
 import pytest
 from omegaconf import OmegaConf
 
-from skyrl_train.cli import exits
-from skyrl_train.cli.exits import exit_on_errors
 from skyrl_train.errors import DeadlineError, EngineError, SkyrlTrainError
+from skyrl_train.runs.cli import exits
+from skyrl_train.runs.cli.exits import exit_on_errors
 from skyrl_train.runs.common import Parts
-from skyrl_train.telemetry import stacks
-from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.logs import RunConsole, stacks
 
 NODE = OmegaConf.create({"output_dir": "outputs"})
 
@@ -117,11 +116,11 @@ def refused_with_parts(close: Callable[[], None]) -> None:
 HANGS = """
 import threading
 from omegaconf import OmegaConf
-from skyrl_train.cli import exits
+from skyrl_train.runs.cli import exits
 from skyrl_train.errors import EngineError
 exits.CLOSE_TIMEOUT_S = 0.3
 from skyrl_train.runs.common import Parts
-from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.logs.console import RunConsole
 with exits.exit_on_errors(OmegaConf.create({"output_dir": "x"})) as ending, Parts(RunConsole(), ending.begins) as parts:
     parts.callback(threading.Event().wait)
     raise EngineError("the server is not up")
@@ -146,7 +145,7 @@ def test_a_deadline_leaves_the_stacks_of_all_processes_in_the_log(caplog: pytest
 
     thread = threading.Thread(target=wait_for_what_never_comes, daemon=True)
     thread.start()
-    code = "from skyrl_train.telemetry import stacks; stacks.answer('worker'); print(flush=True); input()"
+    code = "from skyrl_train.telemetry.logs import stacks; stacks.answer('worker'); print(flush=True); input()"
     stacks.begin("trainer")
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None

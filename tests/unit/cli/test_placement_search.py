@@ -12,20 +12,31 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.cli.placement_search import Search, even_nodes, sizes_of
-from skyrl_train.cli.plan import main as plan_main
-from skyrl_train.config.placement import StrategyConfig, mesh_sizes
-from skyrl_train.config.platform import Devices
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config import Config
+from skyrl_train.config.models import StrategyConfig, mesh_sizes
+from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError, ModelError
-from skyrl_train.memory.model_sizes import known_architectures
-from skyrl_train.plan.fitting import positions_that_fit, recomputing
-from skyrl_train.plan.forms import StepWork, allocations, best_update, layouts, micro_batch_sizes, step_work
-from skyrl_train.plan.memory import plan_memory
-from skyrl_train.plan.scale import Device, ScaledModel, Update, engine_rates, rollout_s, update_on
-from skyrl_train.trainers.changes import flat_config
+from skyrl_train.model.sizes import known_architectures
+from skyrl_train.plan.forms import (
+    Device,
+    ScaledModel,
+    StepWork,
+    Update,
+    allocations,
+    best_update,
+    engine_rates,
+    layouts,
+    micro_batch_sizes,
+    rollout_s,
+    step_work,
+    update_on,
+)
+from skyrl_train.plan.memory import plan_memory, positions_that_fit, recomputing
+from skyrl_train.runs.cli.auto_placement import place
+from skyrl_train.runs.cli.placement_search import Search, even_nodes, sizes_of
+from skyrl_train.runs.cli.plan import main as plan_main
+from skyrl_train.system import Devices
+from skyrl_train.trainers.checkpoints import flat_config
 from tests.support.auto_placement_cases import gpu_config, gpus
 
 CLUSTER = "placement.ray_address=auto"

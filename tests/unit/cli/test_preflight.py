@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cli import preflight
+from skyrl_train.runs.cli.preflight import preflight
 
 
 @pytest.fixture(autouse=True)
@@ -201,8 +201,8 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         ),
         (
             "~hydra.callbacks.redacted_files",
-            "hydra.callbacks.redacted_files: must be skyrl_train.cli.hydra_files.RedactedFiles, which keeps secrets out of"
-            " files and logs; got None. Drop what changes it; others stand beside it, as hydra.callbacks.NAME",
+            "hydra.callbacks.redacted_files: must be skyrl_train.runs.cli.hydra_files.RedactedFiles, which keeps secrets out"
+            " of files and logs; got None. Drop what changes it; others stand beside it, as hydra.callbacks.NAME",
         ),
         (
             "trainer.total_steps",

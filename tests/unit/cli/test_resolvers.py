@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.data import is_own_data
 from skyrl_train.errors import ConfigError
+from skyrl_train.runs.cli.resolvers import conf_dir
 
 
 def test_this_checkout_has_its_configuration() -> None:

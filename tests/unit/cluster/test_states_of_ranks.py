@@ -14,9 +14,8 @@ from skyrl_train.cluster.learner_worker import LearnerRank
 from skyrl_train.cluster.learners import RayLearner
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import SaveError
-from skyrl_train.learner import state_files
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.learner import PolicyLearner, state_files
+from skyrl_train.weight_sync import DeviceSharing
 from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, save_tiny_model
 
 

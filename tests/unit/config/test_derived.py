@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skyrl_train.config.batch_rules import Sizes, problems
-from skyrl_train.config.derived import (
+from skyrl_train.config.derived.values import (
     LR,
     MICRO_BATCHING,
     RL_DERIVED,
@@ -24,7 +23,8 @@ from skyrl_train.config.derived import (
     derive_sft,
     reasons,
 )
-from skyrl_train.config.platform import usable_cores
+from skyrl_train.config.rules.batch_rules import Sizes, problems
+from skyrl_train.system import usable_cores
 
 TOY, SMOL = 900_000, 134_515_008
 BATCH, MINI, CRITIC, ROWS = (

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from skyrl_train.config.fields import SchemaField, defaults, is_refused, nearest, recorded, suggest, walk
-from skyrl_train.config.rules import Free, LayoutOnly, PositiveInt, Resume
+from skyrl_train.config.fields.facts import Free, LayoutOnly, PositiveInt, Resume
+from skyrl_train.config.fields.fields import SchemaField, defaults, is_refused, nearest, recorded, suggest, walk
 from skyrl_train.config.schema import Config, LoopConfig, RunConfig, TrainerConfig
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_learner_settings
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config import platform
-from skyrl_train.config.platform import detect_platform, local_devices, multiplies_bfloat16
+from skyrl_train.system import detect_platform, local_devices, multiplies_bfloat16, platform
 
 
 def test_a_machine_without_a_device_file_is_a_cpu(tmp_path: Path) -> None:

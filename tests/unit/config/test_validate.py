@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config import validate, validate_models
-from skyrl_train.config.load import load_config
+from skyrl_train.config.door.load import load_config
+from skyrl_train.config.rules import validate, validate_models
+from skyrl_train.config.rules.validate import validate_config
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import Violation
 
 

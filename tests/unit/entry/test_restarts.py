@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.bundles import missing_room
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.learners import layout_of
-from skyrl_train.config.schema import Config, PlacementConfig, StrategyConfig, TrainerConfig
-from skyrl_train.config.validate import validate_config
-from skyrl_train.distributed.process_group import is_broken_collective
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.derived import layout_of
+from skyrl_train.config.models import GeneratorConfig, PlacementConfig, StrategyConfig, VLLMConfig
+from skyrl_train.config.placement import missing_room
+from skyrl_train.config.rules import validate_config
+from skyrl_train.distributed import is_broken_collective
 from skyrl_train.errors import ActorError, ActorLostError, ConfigError, EngineError, MemoryLimitError, StopRequested
 from skyrl_train.runs.restarts import Restarts, run_with_restarts, smaller
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.changes import resume_settings
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers.checkpoints import resume_settings
 
 DEAD = "policy worker rank 1 (node 10.0.0.2, pid 7) died in phase update (forward_backward): killed\nits log"
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
-from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, PlatformConfig, SamplingConfig
 from skyrl_train.runs.common import resume_promise
 from skyrl_train.runs.rl import describe
 

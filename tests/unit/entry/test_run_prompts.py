@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config import Config, SFTConfig, SFTDataConfig
 from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig, SFTDataConfig
 from skyrl_train.errors import DataError
+from skyrl_train.runs.construction.sft_data import load_sft_data
 from skyrl_train.runs.rl import load_data
-from skyrl_train.runs.sft_data import load_sft_data
 from tests.support.tool_cases import ADD, model_with_tools
 from tests.support.vision_runs import png
 
@@ -82,7 +81,7 @@ def test_a_row_that_is_refused_is_told_before_torch_is_imported(own: str, tmp_pa
     shown = write_rows(tmp_path / "shown.jsonl", {"prompt": [{"role": "user", "content": content}]})
     code = f"""
 import sys
-from skyrl_train.config.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.data.sources import DataConfig, EnvironmentConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import DataError
 from skyrl_train.runs.rl import train

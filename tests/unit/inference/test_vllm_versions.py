@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from skyrl_train.inference.vllm_core import Running, _answer
+from skyrl_train.inference.vllm.core import Running, _answer
 from skyrl_train.types import GenerationRequest, SamplingParams, VersionRun
 
 REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skyrl_train.memory.model_sizes import ParameterCounts
-from skyrl_train.memory.predict import DeviceShare
+from skyrl_train.learner.memory.predict import DeviceShare
+from skyrl_train.model.sizes import ParameterCounts
 
 COUNTS = ParameterCounts(
     total=1000, trained=1000, block=450, root=100, block_experts=400, experts=800, trained_experts=800

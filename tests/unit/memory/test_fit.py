@@ -5,9 +5,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.token_budget import split_packed, split_padded
+from skyrl_train.batch.planner import split_packed, split_padded
 from skyrl_train.errors import BatchError, MemoryLimitError
-from skyrl_train.memory.fit import MemoryModel, MemoryProbe, fit_memory_model, probes_at_the_limit
+from skyrl_train.learner.memory.fit import MemoryModel, MemoryProbe, fit_memory_model, probes_at_the_limit
 
 
 def probe(rows, longest, peak_bytes, *, positions=None, training=True):

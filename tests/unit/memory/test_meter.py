@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.oom_consensus import is_out_of_memory
+from skyrl_train.distributed import is_out_of_memory
+from skyrl_train.learner.memory.meter import CountingMeter
 
 FLOATS = 256
 BYTES = 4 * FLOATS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.model_sizes import (
+from skyrl_train.model.sizes import (
     known_architectures,
     meta_model,
     model_sizes,

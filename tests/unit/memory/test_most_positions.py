@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import BatchError, MemoryLimitError
+from skyrl_train.learner.memory.meter import CountingMeter
+from skyrl_train.learner.memory.oom_retry import ForwardSize
+from skyrl_train.learner.memory.sizing import SizingLimits, size_micro_batches
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.oom_retry import ForwardSize
-from skyrl_train.memory.sizing import SizingLimits, size_micro_batches
-from skyrl_train.model import index_limit
-from skyrl_train.model.index_limit import beyond_index, widest_activation
+from skyrl_train.model.layers import beyond_index, index_limit, widest_activation
 from tests.support.learner_cases import make_learner, save_tiny_model
 from tests.support.memory_cases import MIB
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from skyrl_train.distributed import Collective, OomConsensus
 from skyrl_train.errors import RankOutOfMemory, SkyrlTrainError
-from skyrl_train.memory.oom_consensus import Collective, OomConsensus
 
 NUM_COLLECTIVES = 6
 DEADLINE_S = 20.0

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.schema import Config, CriticConfig, StrategyConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import CriticConfig, StrategyConfig
 from skyrl_train.errors import MemoryLimitError
-from skyrl_train.memory import predict
-from skyrl_train.memory.model_sizes import ParameterCounts
-from skyrl_train.memory.predict import DeviceShare, Effort, PredictedPasses
+from skyrl_train.learner.memory import predict
+from skyrl_train.learner.memory.predict import DeviceShare, Effort, PredictedPasses
+from skyrl_train.model.sizes import ParameterCounts
 from skyrl_train.plan.memory import head_violations, models_of, peak_on_cpu, plan_memory
 from tests.support.learner_cases import save_tiny_model
 
@@ -99,7 +100,7 @@ def test_another_model_another_setting_and_another_version_are_traced_again(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 128}), encoding="utf-8")
     files.add(predicted(folder)._file)
-    monkeypatch.setattr("skyrl_train.memory.model_sizes.version", lambda _: "0")
+    monkeypatch.setattr("skyrl_train.model.sizes.counts.version", lambda _: "0")
     files.add(predicted(folder)._file)
     assert len(files) == 4
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.learner.memory.meter import CountingMeter
 from tests.support.layout_cases import close
 from tests.support.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 

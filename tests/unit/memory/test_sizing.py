@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.errors import MemoryLimitError
+from skyrl_train.learner.memory.meter import CountingMeter
+from skyrl_train.learner.memory.probe import Prober, lengths_to_probe
+from skyrl_train.learner.memory.report import SizingReport, read_reports, write_reports
+from skyrl_train.learner.memory.sizing import SizingLimits, size_all
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.probe import Prober, lengths_to_probe
-from skyrl_train.memory.report import SizingReport, read_reports, write_reports
-from skyrl_train.memory.sizing import SizingLimits, size_all
 from tests.support.layout_cases import close, flat_gradient
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.support.memory_cases import MIB, FailingMeter, size_itself

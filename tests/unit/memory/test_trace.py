@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from skyrl_train.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.memory.meter import CountingMeter
+from skyrl_train.learner.memory.probe import Probed, Prober
+from skyrl_train.learner.memory.sizing import hold_everything
+from skyrl_train.learner.memory.trace import StepTrace
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.probe import Probed, Prober
-from skyrl_train.memory.sizing import hold_everything
-from skyrl_train.memory.trace import StepTrace
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm, load_value_model
 from skyrl_train.model.lora import add_adapter
-from skyrl_train.model.value_model import load_value_model
+from skyrl_train.parts import POLICY_LOSSES
 from tests.support.layout_cases import close
 from tests.support.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 

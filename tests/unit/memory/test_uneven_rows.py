@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
+from skyrl_train.batch.planner import MemoryAwareBatchIterator
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import OptimizerConfig
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.probe import Prober
-from skyrl_train.memory.sizing import SizingLimits, size_micro_batches
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import OptimizerConfig
+from skyrl_train.learner.memory.meter import CountingMeter
+from skyrl_train.learner.memory.probe import Prober
+from skyrl_train.learner.memory.sizing import SizingLimits, size_micro_batches
 from tests.support.layout_cases import close
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.support.memory_cases import MIB

@@ -11,18 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.model_sizes import (
-    meta_model,
-    model_sizes,
-    of_depth,
-    read_architecture,
-    read_config,
-    sizes_of_model,
-)
-from skyrl_train.memory.predict import Effort, PredictedPasses
-from skyrl_train.model.tensor_parallel import check_divisible
+from skyrl_train.learner.memory.predict import Effort, PredictedPasses
+from skyrl_train.model.parallel import check_divisible
+from skyrl_train.model.sizes import meta_model, model_sizes, of_depth, read_architecture, read_config, sizes_of_model
 from skyrl_train.plan.memory import models_of
 from tests.support.vision_cases import make_gemma, make_image, make_vlm
 

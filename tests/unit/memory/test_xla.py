@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import ModelError, SkyrlTrainError
-from skyrl_train.memory.fit import fit_memory_model, probes_at_the_limit
-from skyrl_train.memory.model_sizes import sizes_of_model
-from skyrl_train.memory.sizing import SizingLimits, size_all
-from skyrl_train.memory.xla import CompiledModel, CompiledProbe, _attention
+from skyrl_train.learner.memory.fit import fit_memory_model, probes_at_the_limit
+from skyrl_train.learner.memory.sizing import SizingLimits, size_all
+from skyrl_train.learner.memory.xla import CompiledModel, CompiledProbe, _attention
+from skyrl_train.model.sizes import sizes_of_model
 from tests.support.learner_cases import make_learner, save_tiny_model
 
 

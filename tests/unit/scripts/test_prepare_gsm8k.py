@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from skyrl_train.data import hub
-from skyrl_train.data.prompts import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, load_prompts
-from skyrl_train.rollout.environments import make_environment
+from skyrl_train.data import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, load_prompts
+from skyrl_train.data.sources import hub
+from skyrl_train.rollout.envs import make_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [
