@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from skyrl_train.inference.grouped_attention import use_grouped_attention
     from skyrl_train.inference.hf import HFEngine, build_hf_engine, load_for_engine
     from skyrl_train.inference.http import HTTPEngine, build_http_engine
+    from skyrl_train.inference.kv_cache import require_exact_cache
     from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
     from skyrl_train.inference.request_gate import GatedEngine, RequestGate
     from skyrl_train.inference.routing import Paces, PrefixRouter, ServedTokens
@@ -30,6 +31,7 @@ __all__ = [
     "build_http_engine",
     "hf",
     "load_for_engine",
+    "require_exact_cache",
     "use_grouped_attention",
 ]
 

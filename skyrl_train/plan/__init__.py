@@ -15,20 +15,17 @@ if TYPE_CHECKING:
         plan_batches,
     )
     from skyrl_train.plan.estimate import RowLengths, recorded_lengths
-    from skyrl_train.plan.notes import environment_notes, percent, plan_notes
     from skyrl_train.plan.pipeline import PhaseTimes, measured_phases
-    from skyrl_train.plan.report import TOKEN_BYTES, optimizer_steps_text, render_text, to_json
+    from skyrl_train.plan.report import optimizer_steps_text, render_text, to_json
     from skyrl_train.plan.time import NO_TIME, duration, rates_of
 
 __all__ = [
     "NO_TIME",
-    "TOKEN_BYTES",
     "BatchPlan",
     "PhaseTimes",
     "RowLengths",
     "ceil_div",
     "duration",
-    "environment_notes",
     "expected_peak_bytes",
     "expected_step_seconds",
     "machine_rates",
@@ -36,11 +33,9 @@ __all__ = [
     "make_plan_report",
     "measured_phases",
     "optimizer_steps_text",
-    "percent",
     "placement_lines",
     "placement_report",
     "plan_batches",
-    "plan_notes",
     "rates_of",
     "recorded_lengths",
     "render_text",

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.config import Config, SFTConfig, sft_learner_settings
 from skyrl_train.config.derived import RunModels, run_models
@@ -20,6 +21,7 @@ from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyC
 from skyrl_train.data.sources import IMAGES
 from skyrl_train.errors import DataError
 from skyrl_train.images import with_pixels
+from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.learner import read_tensors
 from skyrl_train.model.files import image_reader
 from skyrl_train.plan import plan_batches
@@ -52,10 +54,6 @@ from skyrl_train.trainers.capsules import (
     write_batch,
 )
 from skyrl_train.trainers.checkpoints import TrainerState, library_versions, verify
-
-if TYPE_CHECKING:
-    from skyrl_train.batch import TrainingInputBatch
-    from skyrl_train.interfaces import Learner, Scorer
 
 MODELS = ("policy", "critic", "reference")
 """Folders that a state may have."""

@@ -16,6 +16,7 @@ from skyrl_train.batch.steps import MiniBatch, mini_batches, rows_with_loss, tok
 from skyrl_train.config import SFTConfig
 from skyrl_train.errors import ModelError, NonFiniteError, counted
 from skyrl_train.learner import CriticLearner, PolicyLearner, read_tensors
+from skyrl_train.model import load_tokenizer
 from skyrl_train.runs.capsule import MODELS, Opened, models_of
 from skyrl_train.runs.capsule_search import (
     CAUSES,
@@ -297,8 +298,6 @@ def _numbers(batch: TrainingInputBatch, row: int, position: int) -> str:
 
 def _decoder(opened: Opened) -> Decode | None:
     """Return what makes text of token ids; None where the tokenizer is not on this machine."""
-    from skyrl_train.model import load_tokenizer
-
     try:
         tokenizer = load_tokenizer(opened.config.model)
     except ModelError:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from skyrl_train.config import Config, SFTConfig, layout_of_run, validate_sft
 from skyrl_train.config.models import ROLES, PlacementConfig
@@ -26,11 +26,9 @@ from skyrl_train.config.placement import missing_room
 from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested, counted
 from skyrl_train.runs.common import OnEnd, tell_nobody
-
-if TYPE_CHECKING:
-    from skyrl_train.telemetry import RunFolder
-    from skyrl_train.telemetry.logs import RunConsole
-    from skyrl_train.trainers.checkpoints import ResumeSettings
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers.checkpoints import ResumeSettings
 
 C = TypeVar("C", Config, SFTConfig)
 R = TypeVar("R")

@@ -12,8 +12,13 @@ from skyrl_train.config import SFTConfig, SFTTrainerConfig, sft_layout, sft_lear
 from skyrl_train.config.derived import RunModels
 from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.errors import ConfigError, counted, every
-from skyrl_train.model import pinned
+from skyrl_train.inference import HFEngine, load_for_engine
+from skyrl_train.interfaces import Learner
+from skyrl_train.learner.memory import size_run
+from skyrl_train.model import load_tokenizer, pinned
+from skyrl_train.model.files import vocabulary_size
 from skyrl_train.registry import part_name
+from skyrl_train.rollout import CheckedEngine
 from skyrl_train.runs.cli.memory_settings import settle
 from skyrl_train.runs.common import (
     OnEnd,
@@ -28,19 +33,21 @@ from skyrl_train.runs.common import (
     say_goodbye,
     tell_nobody,
 )
+from skyrl_train.runs.construction.engines import sync_within_process
 from skyrl_train.runs.construction.parts import Host, build_learners
 from skyrl_train.runs.construction.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
 from skyrl_train.runs.prompts import require_exact_images
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.telemetry.records import draw_timeline
+from skyrl_train.telemetry.trackers import draw_loss_curve
+from skyrl_train.trainers import SFTResult, SFTSettings, SFTTrainer, sampling_params
+from skyrl_train.trainers.checkpoints import CapsuleWriter, CheckpointStore, Start, resume_settings
+from skyrl_train.trainers.evaluation import SampleWriter, SFTEvaluator, cut_samples_after
 
 if TYPE_CHECKING:
-    from skyrl_train.interfaces import Learner
     from skyrl_train.runs.construction.on_ray import Cluster
-    from skyrl_train.telemetry import RunFolder
-    from skyrl_train.telemetry.logs import RunConsole
-    from skyrl_train.trainers import SFTResult
-    from skyrl_train.trainers.checkpoints import CheckpointStore, Start
-    from skyrl_train.trainers.evaluation import SampleWriter, SFTEvaluator
 
 _ROWS_BETWEEN_NOTES = 512 * 40
 
@@ -57,9 +64,6 @@ def train_sft(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | 
         raise ConfigError(violations)
     config = replace(config, model=pinned(config.model))
     prepare_process(config)
-    from skyrl_train.telemetry.logs import RunConsole
-    from skyrl_train.trainers.checkpoints import resume_settings
-    from skyrl_train.trainers.evaluation import cut_samples_after
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config)
@@ -113,11 +117,6 @@ def _train(
     restarts: Restarts,
     stack: ExitStack,
 ) -> SFTResult:
-    from skyrl_train.telemetry.records import draw_timeline
-    from skyrl_train.telemetry.trackers import draw_loss_curve
-    from skyrl_train.trainers import SFTSettings, SFTTrainer
-    from skyrl_train.trainers.checkpoints import CapsuleWriter
-
     best = open_best(folder, config.trainer, start)
     with console.phase("model"):
         policy = build_policy(config, plan, stack)
@@ -167,8 +166,6 @@ def _train(
 
 def size_policy(config: SFTConfig, policy: Learner, folder: RunFolder) -> list[str]:
     """Find how large micro-batches may be, where that is asked for; the lines that say so."""
-    from skyrl_train.learner.memory import size_run
-
     is_packed = config.trainer.layout == "packed"  # whose rows are filled before the budget is known
     return size_run(
         config.trainer,
@@ -242,8 +239,6 @@ def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
 
 def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:
     """Return what evaluates, or None if there are no held-out examples."""
-    from skyrl_train.trainers.evaluation import SFTEvaluator
-
     if not data.validation:
         return None
     return SFTEvaluator(
@@ -253,17 +248,9 @@ def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None
 
 def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: ExitStack) -> SampleWriter | None:
     """An engine of its own with a second copy of the model; None where no samples are asked for."""
-    from skyrl_train.trainers import sampling_params
-    from skyrl_train.trainers.evaluation import SampleWriter
-
     trainer = config.trainer
     if not trainer.eval_samples or not data.validation:
         return None
-    from skyrl_train.inference import HFEngine, load_for_engine
-    from skyrl_train.model import load_tokenizer
-    from skyrl_train.model.files import vocabulary_size
-    from skyrl_train.rollout import CheckedEngine
-    from skyrl_train.runs.construction.engines import sync_within_process
 
     tokenizer = load_tokenizer(config.model)
     model = load_for_engine(config.model, config.platform.device)

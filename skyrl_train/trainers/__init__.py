@@ -4,7 +4,7 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.trainers import steps
+    from skyrl_train.trainers import sft, steps
     from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
     from skyrl_train.trainers.observers import Observers, RunEvent, StepFacts
     from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
@@ -36,6 +36,7 @@ __all__ = [
     "named_metrics",
     "rollout_metrics",
     "sampling_params",
+    "sft",
     "steps",
 ]
 

@@ -27,7 +27,8 @@ from skyrl_train.algorithms import (
     with_sample_counts,
     with_step_columns,
 )
-from skyrl_train.batch import TrainingInputBatch, assembly
+from skyrl_train.batch import AssemblySettings, TrainingInputBatch
+from skyrl_train.batch import assemble as assemble_rows
 from skyrl_train.batch.steps import MiniBatch, check_staleness, mini_batches
 from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import (
@@ -63,7 +64,7 @@ class PPOSettings:
     """What the loop and its verbs read of a configuration."""
 
     trainer: TrainerConfig
-    assembly: assembly.AssemblySettings
+    assembly: AssemblySettings
     n_samples_per_prompt: int
     sampling: SamplingParams
     """Of training rollouts."""
@@ -177,11 +178,11 @@ def _greedy(
 
 
 def assemble(
-    rollouts: RolloutBatch, settings: assembly.AssemblySettings, *, step: int, weight_version: int
+    rollouts: RolloutBatch, settings: AssemblySettings, *, step: int, weight_version: int
 ) -> TrainingInputBatch:
     """Trajectories to training rows, with the boundaries of the mini-batches in the metadata, less the loss of those
     that the filters leave out. Raises BatchError."""
-    batch = assembly.assemble(rollouts, settings, global_step=step, weight_version=weight_version)
+    batch = assemble_rows(rollouts, settings, global_step=step, weight_version=weight_version)
     algorithm = settings.trainer.algorithm
     return mask_rows(with_reward_columns(batch, rollouts, algorithm), rollouts, algorithm)
 

@@ -79,7 +79,7 @@ def test_vllm_knows_every_argument_of_the_engines_that_are_chosen(
     try:
         placed = place(config, gpus(count))
     except ConfigError:
-        pytest.skip("refused: tests/unit/cli/test_auto_placement.py shows that its remedies work")
+        pytest.skip("refused: tests/unit/runs/test_auto_placement.py shows that its remedies work")
     arguments = vllm_settings(engine_settings(placed)).arguments
     assert set(arguments) <= set(inspect.signature(EngineArgs).parameters)
     engine = EngineArgs(**arguments)

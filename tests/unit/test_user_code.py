@@ -18,7 +18,6 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.registry import absolute_target, code_digests, import_attr, module_of_file, own_line
 from skyrl_train.rollout.boundary import Broken, describe, read_answer
 from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
-from skyrl_train.rollout.hosts import threads as env_threads
 
 CODE = """\
 import json
@@ -180,9 +179,9 @@ def test_a_breakpoint_of_a_thread_has_the_terminal_alone_and_no_deadline(monkeyp
         events.append("continued")
         lock.release()
 
-    monkeypatch.setattr(env_threads.pdb.Pdb, "set_trace", stop_here)
+    monkeypatch.setattr("pdb.Pdb.set_trace", stop_here)
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
-    monkeypatch.setattr(env_threads, "at_breakpoint", [lambda: events.append("bars left")])
+    monkeypatch.setattr("skyrl_train.rollout.hosts.threads.at_breakpoint", [lambda: events.append("bars left")])
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
 
     def debugged() -> int:

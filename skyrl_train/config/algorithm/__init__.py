@@ -1,24 +1,20 @@
 """Settings of losses, advantages, filters and micro-batching, and what these make a run need."""
 
-from skyrl_train.system import lazily
-
-TYPE_CHECKING = False  # as type checkers know it
-if TYPE_CHECKING:
-    from skyrl_train.config.algorithm.micro_batching import MicroBatchConfig
-    from skyrl_train.config.algorithm.settings import (
-        REJECTION_CRITERIA,
-        AlgorithmConfig,
-        FilterConfig,
-        OffPolicyConfig,
-        estimator_reads,
-        is_self_taught,
-        loss_reads,
-        needs_critic,
-        needs_greedy_sample,
-        needs_reference,
-        reads_whole_step,
-        starts_at_rollout,
-    )
+from skyrl_train.config.algorithm.micro_batching import MicroBatchConfig
+from skyrl_train.config.algorithm.settings import (
+    REJECTION_CRITERIA,
+    AlgorithmConfig,
+    FilterConfig,
+    OffPolicyConfig,
+    estimator_reads,
+    is_self_taught,
+    loss_reads,
+    needs_critic,
+    needs_greedy_sample,
+    needs_reference,
+    reads_whole_step,
+    starts_at_rollout,
+)
 
 __all__ = [
     "REJECTION_CRITERIA",
@@ -35,5 +31,3 @@ __all__ = [
     "reads_whole_step",
     "starts_at_rollout",
 ]
-
-__getattr__ = lazily(__name__)

@@ -1,18 +1,14 @@
 """Settings of data sets and their mixes."""
 
-from skyrl_train.system import lazily
-
-TYPE_CHECKING = False  # as type checkers know it
-if TYPE_CHECKING:
-    from skyrl_train.config.data.sources import (
-        NO_HELD_OUT,
-        CurriculumConfig,
-        DataConfig,
-        EnvironmentConfig,
-        ImagesConfig,
-        ReasoningGymConfig,
-        is_own_data,
-    )
+from skyrl_train.config.data.sources import (
+    NO_HELD_OUT,
+    CurriculumConfig,
+    DataConfig,
+    EnvironmentConfig,
+    ImagesConfig,
+    ReasoningGymConfig,
+    is_own_data,
+)
 
 __all__ = [
     "NO_HELD_OUT",
@@ -23,5 +19,3 @@ __all__ = [
     "ReasoningGymConfig",
     "is_own_data",
 ]
-
-__getattr__ = lazily(__name__)

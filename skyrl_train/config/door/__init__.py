@@ -1,20 +1,16 @@
 """How a mapping becomes a configuration, every problem told at once; and the reference that documents it."""
 
-from skyrl_train.system import lazily
-
-TYPE_CHECKING = False  # as type checkers know it
-if TYPE_CHECKING:
-    from skyrl_train.config.door.load import (
-        MISSING,
-        Conversion,
-        Loaded,
-        NotStated,
-        Unresolved,
-        as_typed,
-        load_config,
-        load_root,
-        read_root,
-    )
+from skyrl_train.config.door.load import (
+    MISSING,
+    Conversion,
+    Loaded,
+    NotStated,
+    Unresolved,
+    as_typed,
+    load_config,
+    load_root,
+    read_root,
+)
 
 __all__ = [
     "MISSING",
@@ -27,5 +23,3 @@ __all__ = [
     "load_root",
     "read_root",
 ]
-
-__getattr__ = lazily(__name__)

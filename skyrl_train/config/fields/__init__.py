@@ -1,26 +1,22 @@
 """Facts of single fields: ranges, choices, resume classes, names of other trainers; and what was meant by a wrong one."""
 
-from skyrl_train.system import lazily
-
-TYPE_CHECKING = False  # as type checkers know it
-if TYPE_CHECKING:
-    from skyrl_train.config.fields.facts import ForksWhere, Interchangeable, LayoutChoice, LayoutName, Range, Resume
-    from skyrl_train.config.fields.fields import (
-        Rule,
-        SchemaField,
-        defaults,
-        fact,
-        is_refused,
-        meant_by,
-        nearest,
-        parts_of,
-        remedy_for_unknown,
-        seam_of,
-        strip,
-        unusual_values,
-        walk,
-    )
-    from skyrl_train.config.fields.peers import PEER_NAMES, peer_name, peer_setting
+from skyrl_train.config.fields.facts import ForksWhere, Interchangeable, LayoutChoice, LayoutName, Range, Resume
+from skyrl_train.config.fields.fields import (
+    Rule,
+    SchemaField,
+    defaults,
+    fact,
+    is_refused,
+    meant_by,
+    nearest,
+    parts_of,
+    remedy_for_unknown,
+    seam_of,
+    strip,
+    unusual_values,
+    walk,
+)
+from skyrl_train.config.fields.peers import PEER_NAMES, peer_name, peer_setting
 
 __all__ = [
     "PEER_NAMES",
@@ -46,5 +42,3 @@ __all__ = [
     "unusual_values",
     "walk",
 ]
-
-__getattr__ = lazily(__name__)

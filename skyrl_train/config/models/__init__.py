@@ -1,38 +1,34 @@
 """Settings of models, optimizers and engines."""
 
-from skyrl_train.system import lazily
-
-TYPE_CHECKING = False  # as type checkers know it
-if TYPE_CHECKING:
-    from skyrl_train.config.models.engines import (
-        GeneratorConfig,
-        HTTPConfig,
-        SamplingConfig,
-        VLLMConfig,
-        quantizes_itself,
-        ships_adapter,
-    )
-    from skyrl_train.config.models.models import (
-        CriticConfig,
-        CriticModelConfig,
-        LoraConfig,
-        ModelConfig,
-        OptimizerConfig,
-        PolicyConfig,
-        ReferenceConfig,
-        ReferenceModelConfig,
-    )
-    from skyrl_train.config.models.placement import (
-        RATE_NAMES,
-        ROLES,
-        STATE_BUCKET_BYTES,
-        MeshSizes,
-        PlacementConfig,
-        PlatformConfig,
-        StrategyConfig,
-        mesh_sizes,
-        sums_once_a_step,
-    )
+from skyrl_train.config.models.engines import (
+    GeneratorConfig,
+    HTTPConfig,
+    SamplingConfig,
+    VLLMConfig,
+    quantizes_itself,
+    ships_adapter,
+)
+from skyrl_train.config.models.models import (
+    CriticConfig,
+    CriticModelConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    ReferenceModelConfig,
+)
+from skyrl_train.config.models.placement import (
+    RATE_NAMES,
+    ROLES,
+    STATE_BUCKET_BYTES,
+    MeshSizes,
+    PlacementConfig,
+    PlatformConfig,
+    StrategyConfig,
+    mesh_sizes,
+    sums_once_a_step,
+)
 
 __all__ = [
     "RATE_NAMES",
@@ -59,5 +55,3 @@ __all__ = [
     "ships_adapter",
     "sums_once_a_step",
 ]
-
-__getattr__ = lazily(__name__)

@@ -1,20 +1,16 @@
 """Settings of devices, ranks and meshes, and the bundles that they ask a cluster for."""
 
-from skyrl_train.system import lazily
-
-TYPE_CHECKING = False  # as type checkers know it
-if TYPE_CHECKING:
-    from skyrl_train.config.placement.bundles import (
-        Bundle,
-        Layout,
-        Role,
-        count_engines,
-        leaves_devices,
-        missing_room,
-        num_cpus,
-        plan_layout,
-        shares_devices,
-    )
+from skyrl_train.config.placement.bundles import (
+    Bundle,
+    Layout,
+    Role,
+    count_engines,
+    leaves_devices,
+    missing_room,
+    num_cpus,
+    plan_layout,
+    shares_devices,
+)
 
 __all__ = [
     "Bundle",
@@ -27,5 +23,3 @@ __all__ = [
     "plan_layout",
     "shares_devices",
 ]
-
-__getattr__ = lazily(__name__)

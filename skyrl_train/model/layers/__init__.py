@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         sum_of_squares,
         token_scores,
     )
-    from skyrl_train.model.layers.numerics import set_numerics, weight_dtype
+    from skyrl_train.model.layers.numerics import say_eager, set_numerics, weight_dtype
     from skyrl_train.model.layers.segments import Segments
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "leave_uncompiled",
     "masked_attention",
     "product",
+    "say_eager",
     "score_tokens",
     "segment_attention",
     "set_numerics",

@@ -5,8 +5,6 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.plan.memory.device import (
-        DeviceMemory,
-        PassMemory,
         head_violations,
         memory_lines,
         models_of,
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WANTED",
-    "DeviceMemory",
-    "PassMemory",
     "head_violations",
     "kept_together",
     "memory_lines",

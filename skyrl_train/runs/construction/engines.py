@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config import Config
 from skyrl_train.config.models import quantizes_itself, ships_adapter
 from skyrl_train.config.placement import leaves_devices, shares_devices
 from skyrl_train.endpoints import Endpoint, LocalEndpoint
 from skyrl_train.inference import EngineSettings, GatedEngine, LocalEngine, RequestGate, WatchedEndpoint
+from skyrl_train.interfaces import InferenceEngine, WeightTransport
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.files import vocabulary_size
 from skyrl_train.model.sizes import read_config
@@ -30,13 +33,9 @@ from skyrl_train.weight_sync import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PreTrainedTokenizerBase
 
     from skyrl_train.cluster import EngineGroup
-    from skyrl_train.config import Config
-    from skyrl_train.interfaces import InferenceEngine, WeightTransport
     from skyrl_train.runs.construction.on_ray import Cluster
 
 ROUNDED_TOLERANCE = 0.5

@@ -6,38 +6,54 @@ constructed by `learner/build.py`, in whichever process it runs. Everything heav
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
+
+from skyrl_train.config import Config
+from skyrl_train.config.algorithm import needs_greedy_sample
+from skyrl_train.config.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.derived import RunModels
+from skyrl_train.config.environment import RewardEntry, reward_entries
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.config.placement import Role
+from skyrl_train.config.rules import mixed_datasets
+from skyrl_train.data import Curriculum
+from skyrl_train.data.sources import IMAGES
+from skyrl_train.inference.vllm import make_tool_parser
+from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
+from skyrl_train.learner import (
+    BaseOfAdapter,
+    CriticLearner,
+    LearnerOnSharedDevice,
+    PolicyLearner,
+    build_learner,
+    build_strategy,
+)
+from skyrl_train.learner.memory import size_run
+from skyrl_train.model import load_tokenizer
+from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reading, vocabulary_size, weights_identity
+from skyrl_train.plan import BatchPlan
 from skyrl_train.registry import TARGET, PartSpec, split_spec
+from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
+from skyrl_train.rollout.hosts import WorkerHost, held_rewards
+from skyrl_train.rollout.rewards import RewardModel
+from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
+from skyrl_train.runs.construction.engines import Engines, build_engines
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers import Learners, PromptBatches, RolloutLog, sampling_params
+from skyrl_train.trainers.checkpoints import oldest_step
+from skyrl_train.trainers.evaluation import Evaluator
+from skyrl_train.types import Prompt, RolloutBatch, Tokenizer
+from skyrl_train.weight_sync import DeviceSharing, NoTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from skyrl_train.config import Config
-    from skyrl_train.config.data import DataConfig, EnvironmentConfig
-    from skyrl_train.config.derived import RunModels
-    from skyrl_train.config.environment import RewardEntry
-    from skyrl_train.config.models import ModelConfig
-    from skyrl_train.config.placement import Role
-    from skyrl_train.data import Curriculum
-    from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
-    from skyrl_train.learner import CriticLearner, LearnerOnSharedDevice, PolicyLearner
-    from skyrl_train.plan import BatchPlan
-    from skyrl_train.rollout import ChatTokens, RolloutGenerator
-    from skyrl_train.rollout.hosts import WorkerHost
-    from skyrl_train.rollout.rewards import RewardModel
-    from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream
-    from skyrl_train.runs.construction.engines import Engines
     from skyrl_train.runs.construction.on_ray import Cluster
-    from skyrl_train.telemetry import RunFolder
-    from skyrl_train.telemetry.logs import RunConsole
-    from skyrl_train.trainers import Learners, PromptBatches, RolloutLog
-    from skyrl_train.trainers.evaluation import Evaluator
-    from skyrl_train.types import Prompt, RolloutBatch, Tokenizer
-    from skyrl_train.weight_sync import DeviceSharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +83,8 @@ def build_rollouts(
     host: Host,
 ) -> RolloutParts:
     """Return what makes rollouts with the engine of `host`, or reads them from a recording. `stack` closes it."""
-    from skyrl_train.data.sources import IMAGES
-    from skyrl_train.telemetry import RunFolder
-
     engines, IMAGES.folder = host.engines, RunFolder(Path(config.output_dir)).images
     if recording is not None:
-        from skyrl_train.weight_sync import NoTransport
-
         return RolloutParts(generator=recording, transport=NoTransport())
     assert engines is not None, "whatever is no recording is an engine"
     _load_reward_models(config, host, stack)
@@ -85,12 +96,6 @@ def build_rollouts(
 
 def rollout_generator(config: Config, engine: InferenceEngine, host: Host) -> RolloutGenerator:
     """Return what makes rollouts with the `engine`, in environments of its own, which end with it."""
-    from skyrl_train.config.rules import mixed_datasets
-    from skyrl_train.inference.vllm import make_tool_parser
-    from skyrl_train.model import load_tokenizer
-    from skyrl_train.model.files import vocabulary_size
-    from skyrl_train.rollout import RolloutGenerator
-
     tokenizer = load_tokenizer(config.model)
     return RolloutGenerator(
         engine,
@@ -121,13 +126,6 @@ def build_stream(
 
     `fingerprint` is that of all `prompts`. Raises DataError where the run's folder has a journal of others.
     """
-    from skyrl_train.config.algorithm import needs_greedy_sample
-    from skyrl_train.rollout import FILE, AdmissionSettings, Journal, RolloutGenerator
-    from skyrl_train.rollout.stream import RolloutStream, StreamSettings
-    from skyrl_train.telemetry import RunFolder
-    from skyrl_train.trainers import sampling_params
-    from skyrl_train.trainers.checkpoints import oldest_step
-
     trainer, filters = config.trainer, config.trainer.algorithm.filters
     if not trainer.max_staleness:
         return None
@@ -165,17 +163,12 @@ def build_stream(
 def chat_tokens(data: DataConfig, tokenizer: Tokenizer, model: ModelConfig) -> ChatTokens:
     """Return how the prompts of a run become tokens. Raises DataError for an unusable chat template, ModelError for a model
     of images without its processor."""
-    from skyrl_train.model.files import image_reading
-    from skyrl_train.rollout import ChatTokens
-
     images = image_reading(model, data.images)
     return ChatTokens(tokenizer, prompt_format=data.prompt_format, template_kwargs=data.template_kwargs, images=images)
 
 
 def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
     """Load those that rewards name by a path, here or in actors. Raises ModelError."""
-    from skyrl_train.config.rules import mixed_datasets
-
     environments = [
         config.environment,
         *(
@@ -185,8 +178,6 @@ def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
     ]
     found = {id(reward): reward for each in environments for _, reward in reward_models(each)}
     for reward in found.values():
-        from skyrl_train.model.files import ScorerSettings, SequenceScorer
-
         settings = ScorerSettings(
             path=reward.path,
             revision=reward.revision,
@@ -204,13 +195,9 @@ def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
 
 def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, RewardModel]]:
     """Return the rewards that a model of this run gives, not one behind a URL."""
-    from skyrl_train.config.environment import reward_entries
-    from skyrl_train.rollout.hosts import held_rewards
-
     found = held_rewards(reward_entries(environment))
     if not found:
         return []  # the module of reward models imports httpx, which a run without a server can do without
-    from skyrl_train.rollout.rewards import RewardModel
 
     return [(entry, reward) for entry, reward in found if isinstance(reward, RewardModel) and reward.path]
 
@@ -221,7 +208,6 @@ def with_reward_weights(config: Config) -> Config:
     models = reward_models(config.environment)
     if not models:
         return config
-    from skyrl_train.model.files import weights_identity
 
     found = {
         entry.setting: reward.weights or weights_identity(reward.path, reward.revision) for entry, reward in models
@@ -253,7 +239,6 @@ def build_host(config: Config, stack: ExitStack) -> Host:
         cluster = Cluster(cluster_settings(config), stack)
     if config.generator.backend == "replay":
         return Host(cluster=cluster)
-    from skyrl_train.runs.construction.engines import build_engines
 
     return Host(cluster=cluster, engines=build_engines(config, stack, cluster))
 
@@ -270,10 +255,6 @@ def build_learners(models: RunModels, stack: ExitStack, host: Host) -> Learners:
 
 def _inline_learners(models: RunModels, stack: ExitStack, sharing: DeviceSharing | None) -> Learners:
     """Return the models in this process, which share their device with an engine, and each other, as `sharing` says."""
-    import torch
-
-    from skyrl_train.learner import BaseOfAdapter, LearnerOnSharedDevice, build_learner, build_strategy
-    from skyrl_train.trainers import Learners
 
     shared = sharing if sharing is not None and sharing.shared else None
     if shared is not None:
@@ -293,7 +274,6 @@ def size_micro_batches(
 ) -> None:
     """Size the micro-batches of the learners where they size themselves, as `memory.json` of the folder says or anew."""
     turns = config.generator.max_turns if config.generator.is_step_wise else 1
-    from skyrl_train.learner.memory import size_run
 
     lines = size_run(
         config.trainer,
@@ -317,9 +297,6 @@ def build_evaluator(
 
     None where there are no held-out prompts, or where rollouts are replayed and nothing new can be generated.
     """
-    from skyrl_train.trainers import sampling_params
-    from skyrl_train.trainers.evaluation import Evaluator
-
     if not prompts or generator.is_recorded:
         return None
     own = None if config.data.mix else config.environment.env_class
@@ -342,8 +319,6 @@ def build_evaluator(
 
 def open_rollout_log(config: Config, folder: RunFolder, stack: ExitStack) -> RolloutLog | None:
     """Return the log of rollouts, which `stack` closes; None with `trainer.dump_rollouts=false`."""
-    from skyrl_train.trainers import RolloutLog
-
     if not config.trainer.dump_rollouts:
         return None
     log = RolloutLog(folder.rollouts, config.rollouts)

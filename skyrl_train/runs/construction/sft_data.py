@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from skyrl_train.batch.planner import training_limit
 from skyrl_train.config import SFTDataConfig, SFTTrainerConfig
 from skyrl_train.config.data import NO_HELD_OUT
 from skyrl_train.config.models import ModelConfig
+from skyrl_train.data import BatchLoader, RowFormat, find_sources
+from skyrl_train.data.sft import (
+    Closing,
+    Collator,
+    DefaultCollator,
+    EpochOrder,
+    ExampleFormat,
+    ExampleSet,
+    Loaded,
+    PackedDataCollator,
+    StepStream,
+    by_documents,
+    by_rows,
+    by_tokens,
+    default_folder,
+    load_examples,
+)
 from skyrl_train.errors import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from skyrl_train.data import BatchLoader
-    from skyrl_train.data.sft import Closing, Collator, ExampleSet, Loaded, StepStream
-    from skyrl_train.trainers.checkpoints import DataFingerprint
+from skyrl_train.model import load_tokenizer
+from skyrl_train.model.files import check_special_tokens, check_token_ids, image_reading
+from skyrl_train.trainers.checkpoints import DataFingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +81,6 @@ class StepSettings:
 
 def load_sft_data(config: SFTDataConfig, model: ModelConfig, *, on_progress: Callable[[str, int], None]) -> SFTData:
     """Reads, tokenises and measures all examples. Raises DataError, ModelError (the tokenizer), ConfigError."""
-    from skyrl_train.data import find_sources
-    from skyrl_train.trainers.checkpoints import DataFingerprint
-
     notes: list[str] = []
     train = _load(config, model, config.train, config.max_train_rows, on_progress)
     notes += _notes("training", train, config)
@@ -98,11 +109,6 @@ def _load(
     limit: int,
     on_progress: Callable[[str, int], None],
 ) -> Loaded:
-    from skyrl_train.data import RowFormat
-    from skyrl_train.data.sft import ExampleFormat, default_folder, load_examples
-    from skyrl_train.model import load_tokenizer
-    from skyrl_train.model.files import check_special_tokens, check_token_ids, image_reading
-
     check_special_tokens(model)
 
     rows = RowFormat(
@@ -132,8 +138,6 @@ def _load(
 
 def _set_names(data: SFTDataConfig) -> list[str]:
     """Short, and different: the file's own name where no other set has it."""
-    from skyrl_train.data import find_sources
-
     names = []
     for spec in data.held_out:
         sources = find_sources([spec], data.reader)
@@ -184,16 +188,11 @@ def _what_makes_a_step(trainer: SFTTrainerConfig) -> str:
 
 def build_stream(settings: StepSettings, data: SFTData) -> StepStream:
     """The endless stream of examples, cut into steps."""
-    from skyrl_train.data.sft import EpochOrder, StepStream
-
     order = EpochOrder(data.train.source_sizes, weights=data.weights, shuffle=settings.data.shuffle, seed=settings.seed)
     return StepStream(data.train.lengths, order, _closing(settings), settings.data.incomplete_step)
 
 
 def _closing(settings: StepSettings) -> Closing:
-    from skyrl_train.batch.planner import training_limit
-    from skyrl_train.data.sft import by_documents, by_rows, by_tokens
-
     trainer = settings.trainer
     if trainer.docs_per_step:
         return by_documents(
@@ -207,8 +206,6 @@ def _closing(settings: StepSettings) -> Closing:
 
 def build_loader(settings: StepSettings, data: SFTData, stack: ExitStack) -> BatchLoader:
     """Return the batches. `stack` ends the thread that prefetches them."""
-    from skyrl_train.data import BatchLoader
-
     loader = BatchLoader(
         build_stream(settings, data),
         data.train,
@@ -219,8 +216,6 @@ def build_loader(settings: StepSettings, data: SFTData, stack: ExitStack) -> Bat
 
 
 def _collator(settings: StepSettings, data: SFTData) -> Collator:
-    from skyrl_train.data.sft import DefaultCollator, PackedDataCollator
-
     trainer = settings.trainer
     if trainer.layout == "packed":
         return PackedDataCollator(

@@ -30,7 +30,7 @@ from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.hosts.worker import _load
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment
-from skyrl_train.telemetry.logs import redaction
+from skyrl_train.telemetry.logs import learn_secrets
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
 from tests.support.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
@@ -436,8 +436,8 @@ def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monke
         "        os._exit(3)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(redaction, "_learned", [])
-    redaction.learn_secrets("hunter22-of-it", "api_key")
+    monkeypatch.setattr("skyrl_train.telemetry.logs.redaction._learned", [])
+    learn_secrets("hunter22-of-it", "api_key")
     log = tmp_path / "environments.log"
     log.write_bytes(b"of the run before\n" * 20)
     monkeypatch.setattr(env_local, "_MAX_LOG_BYTES", 300)

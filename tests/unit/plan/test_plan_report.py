@@ -7,28 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.batch import training_batch
-from skyrl_train.batch.assembly import assemble
-from skyrl_train.batch.layouts.layout import LAYOUTS, shared_layout
-from skyrl_train.batch.planner.microbatch import make_micro_batch_strategy
+from skyrl_train.batch import assemble, training_batch
+from skyrl_train.batch.layouts import LAYOUTS, shared_layout
+from skyrl_train.batch.planner import make_micro_batch_strategy
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import OptimizerConfig, PolicyConfig
 from skyrl_train.config.rules import validate_batch_sizes
 from skyrl_train.errors import Violation
-from skyrl_train.plan import (
-    TOKEN_BYTES,
-    RowLengths,
-    environment_notes,
-    make_plan_report,
-    percent,
-    plan_batches,
-    plan_notes,
-    recorded_lengths,
-    render_text,
-    to_json,
-)
+from skyrl_train.plan import RowLengths, make_plan_report, plan_batches, recorded_lengths, render_text, to_json
 from skyrl_train.plan import estimate as plan_estimate
-from skyrl_train.plan.memory import DeviceMemory, PassMemory
+from skyrl_train.plan.memory.device import DeviceMemory, PassMemory
+from skyrl_train.plan.notes import environment_notes, percent, plan_notes
+from skyrl_train.plan.report import TOKEN_BYTES
 from skyrl_train.rollout.envs import parse_answer
 from skyrl_train.runs import assembly_settings
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn

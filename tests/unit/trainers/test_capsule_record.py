@@ -11,7 +11,7 @@ import torch
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, ImageSpan
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.capsules.record import (
     CAPSULE_FILE,
