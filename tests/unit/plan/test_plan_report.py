@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.batch import assemble, training_batch
+from skyrl_train.batch import SCHEMA, assemble
 from skyrl_train.batch.layouts import LAYOUTS, shared_layout
 from skyrl_train.batch.planner import make_micro_batch_strategy
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -133,7 +133,7 @@ def pass_memory(phase, budget):
 
 
 def test_a_custom_planner_is_estimated_too():
-    config = make_config(prompts=3, mini_batch=3, trainer={"micro_batching": "test_microbatch:halves"})
+    config = make_config(prompts=3, mini_batch=3, trainer={"micro_batching": "tests.unit.batch.test_microbatch:halves"})
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=3), of_lengths([10]))
     assert (estimate.micro_batches_per_rank, estimate.computed_tokens) == (2, 30)
 
@@ -275,7 +275,7 @@ def test_lengths_are_assumed_where_none_were_recorded():
 
 
 def test_what_the_plan_knows_without_torch_is_true():
-    schema = training_batch.SCHEMA
+    schema = SCHEMA
     assert {name: schema[name].dtype.itemsize for name in TOKEN_BYTES} == TOKEN_BYTES
     assert schema["loss_weights"].dtype == torch.float64
 
@@ -295,7 +295,7 @@ def answered(sample, *, extends=True, turns=3):
 
 @pytest.mark.parametrize(("step_wise", "extends", "cap"), [(False, True, 60), (True, True, 60), (True, False, 1000)])
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared", "auto"])
-@pytest.mark.parametrize("micro_batching", ["token_budget", "test_planner:greedy"])
+@pytest.mark.parametrize("micro_batching", ["token_budget", "tests.unit.batch.test_planner:greedy"])
 def test_recorded_rollouts_are_planned_as_they_will_be_computed(micro_batching, layout, step_wise, extends, cap):
     rollouts = make_rollouts(*(answered(sample, extends=extends) for sample in range(4)), n_samples=4)
     config = make_config(
