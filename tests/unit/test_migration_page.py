@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.fields import walk
-from skyrl_train.config.peers import PEER_NAMES, peer_setting
+from scripts.make_migration_page import PAGE, with_tables
+from skyrl_train.cli.preflight import preflight
+from skyrl_train.config.fields import remedy_for_unknown, walk
+from skyrl_train.config.peers import PEER_NAMES, ROWS, TRAINERS
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-EXISTING = set(re.findall(r"^\| `([\w.]+)`", (DOCS / "configuration.md").read_text(encoding="utf-8"), flags=re.M))
+EXISTING = {field.path for schema in (Config, SFTConfig) for field in walk(schema)}
+
+
+@pytest.fixture
+def refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., dict[str, str]]:
+    """What the command line prints of each setting that it refuses."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*arguments: str) -> dict[str, str]:
+        with pytest.raises(SystemExit):
+            preflight([*arguments], config_name="config")
+        lines = capsys.readouterr().err.splitlines()[1:]
+        return {line.removeprefix("  - ").partition(":")[0]: line for line in lines}
+
+    return refused
 
 
 def ours() -> set[str]:
     """Settings in the last column of the tables of settings, and in the examples."""
-    page = (DOCS / "migrating.md").read_text(encoding="utf-8").split("## Sizes")[1]
+    page = PAGE.read_text(encoding="utf-8").split("## Sizes")[1]
     named = set(re.findall(r"\b((?:trainer|generator)\.[\w.]+)=\d", page))
     for line in page.splitlines():
         if line.startswith(("| `", "| that")):
-            named |= set(re.findall(r"`(\w+(?:\.\w+)+)(?:=\w+)?`", line.rsplit("|", 2)[1]))
+            named |= set(re.findall(r"`(\w+(?:\.\w+)+)(?:=\w+)?`", line.split("|", 2)[2]))
     return named
 
 
@@ -35,26 +54,56 @@ def test_the_page_names_many() -> None:
     assert len(ours()) > 60
 
 
-def rows() -> list[tuple[str, str]]:
-    """The left and the last column of the page's tables."""
-    lines = (DOCS / "migrating.md").read_text(encoding="utf-8").splitlines()
-    return [(line.split("|")[1], line.rsplit("|", 2)[1]) for line in lines if line.startswith("| `")]
+def test_the_tables_are_those_of_the_names_that_are_understood() -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    assert written == with_tables(written), "run: python scripts/make_migration_page.py"
+
+
+def test_a_name_means_one_thing() -> None:
+    named = [{name for names in row.names.values() for name in names} for row in ROWS]
+    twice = {name: count for name, count in Counter(name for names in named for name in names).items() if count > 1}
+    assert twice == {}
+    assert len(PEER_NAMES) >= 400
+    assert {trainer for row in ROWS for trainer in row.names} == {*TRAINERS}
 
 
 @pytest.mark.parametrize("name", sorted(PEER_NAMES))
-def test_a_name_that_is_understood_has_a_row_with_the_same_setting(name: str) -> None:
-    setting = PEER_NAMES[name].settings.split(" ")[0]
-    of_the_name = [ours for theirs, ours in rows() if re.search(rf"[`.]{re.escape(name)}[`=]", theirs)]
-    assert any(f"`{setting}`" in ours for ours in of_the_name), f"no row of {name} names {setting}"
-
-
-@pytest.mark.parametrize("name", sorted(PEER_NAMES))
-def test_what_a_name_is_here_exists_in_a_configuration(name: str) -> None:
-    meant = PEER_NAMES[name].settings.split(" ")
-    found: set[str] = set()
+def test_a_name_is_answered_with_what_it_is_here(name: str) -> None:
+    here, found = PEER_NAMES[name], set()
     for schema in (Config, SFTConfig):
         existing = {field.path for field in walk(schema)}
-        known = [each for each in meant if each in existing or "=" in each]
-        assert peer_setting(f"some.prefix.{name}", existing)[0] == (known[0] if known else "")
+        assert name not in existing
+        told = remedy_for_unknown(f"some.prefix.{name}", schema)
+        known = [each for each in here.settings if each in existing or "=" in each]
+        if known:
+            assert told.startswith(f"write {known[0]}" if "=" in known[0] else f"did you mean {known[0]}?")
+        if not here.settings or known[:1] == [here.settings[0]]:
+            assert told.endswith(here.convert)
         found |= {*known}
-    assert found == {*meant}
+    assert found == {*here.settings}, "what it is exists"
+    assert here.settings or here.convert
+
+
+SECTIONS = [field.path for field in walk(Config) if field.section and "." not in field.path]
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_at_the_command_line_each_is_answered(plus: str, refusal: Callable[..., dict[str, str]]) -> None:
+    told = refusal("+experiment=gsm8k_multiturn", *(f"{plus}{name}=1" for name in PEER_NAMES))
+    assert {*told} == {*PEER_NAMES}
+    existing = {field.path for field in walk(Config)}
+    for name, here in PEER_NAMES.items():
+        known = [each for each in here.settings if each in existing or "=" in each]
+        if known or not here.settings:  # else it is a setting of supervised training alone
+            assert (known[0] if known else here.convert[1:]) in told[name]
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_under_every_section_new_tokens_are_not_turns(plus: str, refusal: Callable[..., dict[str, str]]) -> None:
+    names = [
+        f"{section}.{name}" for section in SECTIONS for name in ("max_new_tokens", "max_tokens", "response_length")
+    ]
+    told = refusal("+experiment=gsm8k_multiturn", *(f"{plus}{name}=16" for name in names))
+    assert {
+        name: "Did you mean generator.sampling.max_generate_length?" in text for name, text in told.items()
+    } == dict.fromkeys(names, True)
