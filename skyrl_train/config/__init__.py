@@ -18,6 +18,7 @@ from skyrl_train.config.schema import (
     WandbConfig,
 )
 from skyrl_train.config.sft import (
+    SFT_RULES,
     AnyConfig,
     SFTConfig,
     SFTDataConfig,
@@ -29,6 +30,7 @@ from skyrl_train.config.sft import (
 )
 
 __all__ = [
+    "SFT_RULES",
     "AlertsConfig",
     "AnyConfig",
     "Config",

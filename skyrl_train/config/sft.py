@@ -191,7 +191,7 @@ def layout_of_run(config: AnyConfig) -> Layout:
 
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """Every rule between fields that does not hold; `refused` as in `validate_config`."""
-    return [*run_rules(config, (*SHARED_RULES, *_RULES), refused), *part_violations(config, refused)]
+    return [*run_rules(config, (*SHARED_RULES, *SFT_RULES), refused), *part_violations(config, refused)]
 
 
 def _sources(data: SFTDataConfig) -> Iterator[Violation]:
@@ -291,7 +291,7 @@ def _no_engines(placement: PlacementConfig) -> Iterator[Violation]:
         yield Violation.of("placement.inference_num_nodes", placement.inference_num_nodes, rule, remedy)
 
 
-_RULES: tuple[Rule, ...] = (
+SFT_RULES: tuple[Rule, ...] = (
     _betas,
     _steps_of_documents,
     _ranks,

@@ -159,6 +159,8 @@ def make_files(folder: Path) -> None:
 
 
 _CODE = '''
+from skyrl_train.registry import reads
+
 NUMBER = 3
 
 class Nothing:
@@ -171,6 +173,10 @@ def no_completion(text):
     return 0.0
 
 def loss(inputs):
+    return None
+
+@reads("advantages", "ref_logprobs")
+def of_reference(inputs, config):
     return None
 
 def estimate(inputs, config, *, tau):
@@ -194,11 +200,14 @@ def _as_in_a_process(folder: Path) -> Iterator[None]:
     derived, machine, preflight = (
         importlib.import_module(f"skyrl_train.runs.cli.{name}") for name in ("derived", "machine", "preflight")
     )
+    models = importlib.import_module("skyrl_train.config.rules.validate_models")
 
     def refuse(node: object) -> NoReturn:
         raise _Accepted
 
     def find_spec(package: str) -> object:
+        if package == "bitsandbytes":
+            return None
         return package if package == "vllm" else importlib.util.find_spec(package)
 
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -208,7 +217,9 @@ def _as_in_a_process(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {**ENVIRONMENT, "HOME": str(folder)}, clear=True))
         stack.enter_context(mock.patch.object(derived, "usable_cores", return_value=CORES))
-        stack.enter_context(mock.patch.object(machine, "find_spec", find_spec))  # vLLM is there, as with its extra
+        # vLLM is there, as with its extra, and bitsandbytes is not.
+        stack.enter_context(mock.patch.object(machine, "find_spec", find_spec))
+        stack.enter_context(mock.patch.object(models, "find_spec", find_spec))
         stack.enter_context(mock.patch.object(hydra, "main", lambda **named: lambda task: real(**named)(refuse)))
         preflight.register_resolvers()
         # Once for all, as nothing that it registers changes.

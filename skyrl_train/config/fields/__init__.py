@@ -16,11 +16,14 @@ from skyrl_train.config.fields.fields import (
     unusual_values,
     walk,
 )
-from skyrl_train.config.fields.peers import PEER_NAMES, peer_name, peer_setting
+from skyrl_train.config.fields.peers import PEER_NAMES, ROWS, TRAINERS, Here, peer_name, peer_setting
 
 __all__ = [
     "PEER_NAMES",
+    "ROWS",
+    "TRAINERS",
     "ForksWhere",
+    "Here",
     "Interchangeable",
     "LayoutChoice",
     "LayoutName",

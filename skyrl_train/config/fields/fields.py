@@ -177,14 +177,14 @@ def remedy_for_unknown(path: str, schema: type) -> str:
     near, convert = meant_by(path, schema)
     if "=" in near:
         return f"write {near}. {convert}".rstrip(". ")
-    return f"did you mean {near}? {convert}".rstrip() if near else ""
+    return f"did you mean {near}? {convert}".rstrip() if near else convert
 
 
 def meant_by(path: str, schema: type) -> tuple[str, str]:
     """Return the setting that was most likely meant by an unknown `path`, as other trainers call it or misspelt, and how to
-    convert its value; empty where nothing is near."""
+    convert its value; no setting but a sentence where there is nothing to set; both empty where nothing is near."""
     name, convert = peer_setting(path, (field.path for field in walk(schema)))
-    return (name, convert) if name else (suggest(path, schema) or "", "")
+    return (name, convert) if name or convert else (suggest(path, schema) or "", "")
 
 
 MOVED = {
@@ -196,11 +196,16 @@ MOVED = {
 """Settings that there were, and what to write now."""
 
 
+_SHORTEST_BEGINNING = 4
+"""Letters of a name that may be the beginning of another's."""
+
+
 def suggest(path: str, schema: type) -> str | None:
     """The dotted name that was most likely meant by an unknown `path`, or None.
 
-    Siblings first (a misspelt key), then the same or a similar last part anywhere (a key at the wrong level), of those
-    the one that shares most parts with `path`, then the first in the schema.
+    Siblings first (a misspelt key), then the same last part anywhere (a key at the wrong level), siblings that begin like
+    it (a key cut short, and misspelt), and a similar last part anywhere; anywhere, the one that shares most parts with
+    `path`, then the first in the schema.
     """
     paths = [field.path for field in walk(schema)]
     parent, _, name = path.rpartition(".")
@@ -210,6 +215,11 @@ def suggest(path: str, schema: type) -> str | None:
     by_name: dict[str, list[str]] = {}
     for candidate in paths:
         by_name.setdefault(candidate.rpartition(".")[2], []).append(candidate)
+    if name not in by_name and len(name) >= _SHORTEST_BEGINNING:
+        longer = sorted((sibling for sibling in siblings if len(sibling) > len(name)), key=len, reverse=True)
+        beginnings = {sibling[: len(name)]: sibling for sibling in longer}  # of several the shortest
+        for near in difflib.get_close_matches(name, list(beginnings), n=1, cutoff=0.85):
+            return siblings[beginnings[near]]
     near_names = [name] if name in by_name else difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.75)
     if near_names:
         given = set(path.split("."))

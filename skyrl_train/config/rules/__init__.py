@@ -5,7 +5,7 @@ from skyrl_train.config.rules.batch_rules import Role, Sizes, data_parallel_size
 from skyrl_train.config.rules.expert_rules import EXPERT_PARALLEL, num_experts
 from skyrl_train.config.rules.image_rules import layout_violations, part_violations
 from skyrl_train.config.rules.mix import MixedDataset, mixed_datasets
-from skyrl_train.config.rules.validate import near_path, run_rules, validate_config
+from skyrl_train.config.rules.validate import RULES, near_path, run_rules, validate_config
 from skyrl_train.config.rules.validate_batch import FIELDS, sizes_of, validate_batch_sizes, with_sound_sizes
 from skyrl_train.config.rules.validate_engines import ENGINE_RULES
 from skyrl_train.config.rules.validate_models import quantization
@@ -18,6 +18,7 @@ __all__ = [
     "EXPERT_PARALLEL",
     "FIELDS",
     "PLACEMENT_RULES",
+    "RULES",
     "MixedDataset",
     "Role",
     "Sizes",

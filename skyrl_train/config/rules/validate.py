@@ -54,9 +54,11 @@ def run_rules(root: object, rules: Iterable[Rule], refused: Collection[str] = ()
     Args:
         root: The configuration, of any kind of run whose sections the rules read.
     """
+    read: set[str] = set()
+    # One copy for all rules: they are frozen, as `root` is, so that no rule changes what the next one reads.
+    seen = recorded(root, read.add) if refused else root
     for rule in rules:
-        read: set[str] = set()
-        seen = recorded(root, read.add) if refused else root
+        read.clear()
         for violation in rule(**{name: _section(seen, name) for name in _sections_of(rule)}):
             if not any(is_refused(path, refused) for path in read):
                 yield violation

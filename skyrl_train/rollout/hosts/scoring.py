@@ -94,7 +94,7 @@ class Rewards:
 
     def _scored_at_all(self, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory; failed where each of its rewards said that it does not apply, as TRL's may."""
-        if trajectory.failed or trajectory.rewards or not trajectory.turns or not self._entries:
+        if trajectory.failed or trajectory.rewards or not trajectory.turns:
             return trajectory
         names = ", ".join(entry.name for entry in self._entries)
         broken = Broken(FailureKind.NOT_SCORED, f"none of its rewards applies: {names} returned None")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -80,6 +81,8 @@ def root_of(config_name: str) -> Root:
 
 OF_PATHS = {"model": "model.path={}", "data": "data.train=[{}]"}
 """Groups whose choices are ready-made, and what takes any other model or data."""
+_DATA = frozenset({"data.train", "data.validation"})
+"""What `${default_environment:...}` follows."""
 MAX_VARIANTS = 64
 """Values of a sweep that are checked beforehand; Hydra starts the others unchecked and they refuse by themselves."""
 
@@ -217,7 +220,9 @@ class CommandLine:
             violations = self._violations_of(loaded)
         fields = {violation.field for violation in violations}
         for violation in violations:
-            if source_of(config, violation.field) not in fields:  # what follows another setting is right when that is
+            source = source_of(config, violation.field)
+            follows = _DATA if source.startswith("default_environment:") else {source}
+            if not follows & fields:  # what follows another setting is right when that is
                 self._found.setdefault(str(violation), violation)
         return loaded.config.output_dir
 
@@ -250,6 +255,14 @@ class CommandLine:
                 remedy=f"leave output_dir alone and set hydra.sweep.dir={folders[0]}",
             )
 
+    def _mistyped(self, key: str, value: object) -> list[Violation]:
+        """Return what is wrong with the type of a value; nothing for an unknown key."""
+        tree = value
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        violations = read_root(cast(dict[str, object], tree), self._root.schema).violations
+        return [each for each in violations if each.field == key and each.rule != "is not a setting"]
+
     def _compose(self, overrides: Sequence[Override]) -> DictConfig | None:
         """The composed config; offending overrides are recorded and left out."""
         config = self._composer.attempt(overrides)
@@ -262,7 +275,12 @@ class CommandLine:
             part = next((path for path in parts if key.startswith(f"{path}.")), None)
             if part is not None:  # a name has no arguments
                 why = f"write {part}={{{TARGET}: NAME, {key.removeprefix(f'{part}.')}: ...}}"
-            self._add(field=key, rule="was refused", value=value_of(override), remedy=why)
+            # A list in the place of a mapping, say, which OmegaConf refuses without saying what there may be.
+            mistyped = [] if override.is_sweep_override() else self._mistyped(key, override.value())
+            for violation in mistyped:
+                self._found.setdefault(str(violation), violation)
+            if not mistyped:
+                self._add(field=key, rule="was refused", value=value_of(override), remedy=why)
         refused = [override for override, _ in refusals]
         sound = [override for override in overrides if override not in refused]
         config = self._composer.attempt(sound)

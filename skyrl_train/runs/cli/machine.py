@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -180,11 +180,11 @@ def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
     """A command of agents that is not here; a launcher that is not installed, is not running, or lacks its image."""
     arguments = split_spec(generator.agent_loop)[1]
     spec, command = arguments.get("launcher"), arguments.get("command", ())
-    if AGENT_LOOPS.name_of(generator.agent_loop) != AGENT:
-        return
+    if AGENT_LOOPS.name_of(generator.agent_loop) != AGENT or not isinstance(spec, (str, Mapping, type(None))):
+        return  # of what is no launcher the rules on settings tell, and of one that cannot be made
     try:
         launcher = launcher_of(spec)
-    except ConfigError:  # of which the rules on settings tell
+    except ConfigError:
         return
     commands = {f"{LAUNCHERS.setting}.{name}": getattr(launcher, name) for name in ("start", "enter", "cleanup")}
     if spec is None and isinstance(command, (list, tuple)):

@@ -196,6 +196,7 @@ def _no_flag(argument: str, *, following: str, root: Root) -> Violation:
     remedy = f"settings and groups have no dashes: write {written}. {convert}".rstrip(". ")
     if not meant:
         remedy = "settings and groups have no dashes, and none has that name: docs/configuration.md lists all settings"
+        remedy = convert or remedy
     if name == "experimental_rerun":  # which would unpickle the file
         remedy = "run the command again that trainer.resume_mode=latest goes on from"
     return Violation.of(argument.partition("=")[0], argument, "is not a flag", remedy)

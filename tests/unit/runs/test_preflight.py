@@ -139,7 +139,8 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         ("platform.name=gpu", "platform.name: is chosen with the group; got 'gpu'. Write platform=gpu"),
         (
             "generator.max_new_tokens=16",
-            "generator.max_new_tokens: is not a setting; got '16'. Did you mean generator.sampling.max_generate_length?",
+            "generator.max_new_tokens: is not a setting; got '16'. Did you mean generator.sampling.max_generate_length?"
+            " It counts the new tokens of one turn; generator.max_context_length bounds all turns together",
         ),
         (
             "generator.eval_sampling.max_new_tokens=16",
@@ -164,7 +165,25 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
             "batch_size: is not a setting; got '8'. Did you mean trainer.train_batch_size?"
             " It counts prompts: divide a number of samples by generator.n_samples_per_prompt",
         ),
-        ("trainer.max_steps=3", "trainer.max_steps: is not a setting; got '3'. Did you mean trainer.total_steps?"),
+        (
+            "trainer.max_steps=3",
+            "trainer.max_steps: is not a setting; got '3'. Did you mean trainer.total_steps?"
+            " For -1 or null write 0, which derives it from the epochs",
+        ),
+        (
+            "+logging_steps=1",
+            "logging_steps: is not a setting; got '1'."
+            " Always: every step is a record of metrics.jsonl and of the trackers; drop it",
+        ),
+        (
+            "trainer.algorithm.off_policy.reject=[1]",
+            "trainer.algorithm.off_policy.reject: must be a mapping with names as keys; got [1]."
+            " Set trainer.algorithm.off_policy.reject={name: value}",
+        ),
+        (
+            "trainer.policy=[1]",
+            "trainer.policy: must be a section with settings in it; got [1]. Set trainer.policy.KEY=VALUE instead",
+        ),
         (
             "wandb=true",
             "wandb: is not a setting; got 'true'. Write tracker=wandb. More than one: tracker=[console,wandb]",
@@ -271,6 +290,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.Cap
         (["--experiment", "gsm8k_multiturn"], "write +experiment=gsm8k_multiturn"),
         (["seed=1", "--trainer.total_steps=3"], "write trainer.total_steps=3"),
         (["--no-such-flag"], "--no-such-flag: is not a flag"),
+        (["--logging-steps", "5"], "Always: every step is a record of metrics.jsonl"),
         (["--lr", "1e-5"], "write trainer.policy.optimizer.lr=1e-5"),
         (["--learning-rate=1e-5"], "write trainer.policy.optimizer.lr=1e-5"),
         (["--model", "ORG/NAME"], "write model.path=ORG/NAME"),

@@ -41,7 +41,7 @@ def told(capsys: pytest.CaptureFixture[str], root: str, *arguments: str) -> dict
         (
             "config",
             ["algorithm=ppoo", "trainer.algorithm.gamma=2", "data.train=[/nope.jsonl]"],
-            ["algorithm", "environment.env_class", "trainer.algorithm.gamma", "data.train"],
+            ["algorithm", "trainer.algorithm.gamma", "data.train"],
         ),
         (
             "config",
