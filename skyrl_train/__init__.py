@@ -13,6 +13,8 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it: `typing` takes a while to import, and every entry point comes by here
 if TYPE_CHECKING:
+    from types import CodeType
+
     from skyrl_train.api import evaluate, load_config, train, train_sft
     from skyrl_train.runs import RunResult
 
@@ -33,9 +35,28 @@ def __getattr__(name: str) -> object:
 
 
 MOVED = {
+    "skyrl_train.assets": "skyrl_train.data.assets",
+    "skyrl_train.capsules": "skyrl_train.trainers.capsules",
+    "skyrl_train.cli": "skyrl_train.runs.cli",
     "skyrl_train.config.launchers": "skyrl_train.rollout.agents.launchers",
+    "skyrl_train.data.word_problems": "skyrl_train.data.tasks.word_problems",
+    "skyrl_train.inference.vllm_worker": "skyrl_train.inference.vllm.worker",
+    "skyrl_train.memory": "skyrl_train.learner.memory",
+    "skyrl_train.rollout.environments": "skyrl_train.rollout.envs.environments",
+    "skyrl_train.telemetry.declarations": "skyrl_train.telemetry.declared",
+    "skyrl_train.telemetry.rollout_log": "skyrl_train.telemetry.records.log",
+    "skyrl_train.telemetry.rollout_store": "skyrl_train.telemetry.records.store",
+    "skyrl_train.telemetry.run_log": "skyrl_train.telemetry.logs.run_log",
+    "skyrl_train.turns": "skyrl_train.types",
+    "skyrl_train.user_code": "skyrl_train.registry",
 }
-"""Modules that users' code names by the paths of before; for one release."""
+"""Modules and packages that users' code and commands name by the paths of before; for one release."""
+
+
+def _today(name: str) -> str:
+    """Return where a module of these paths, or below one, is now; empty for any other."""
+    before = next((each for each in MOVED if f"{name}.".startswith(f"{each}.")), "")
+    return MOVED[before] + name.removeprefix(before) if before else ""
 
 
 class _Moved:
@@ -43,7 +64,7 @@ class _Moved:
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         """As `sys.meta_path` has it."""
-        return ModuleSpec(name, self) if name in MOVED else None  # type: ignore[arg-type]
+        return ModuleSpec(name, self) if name.startswith("skyrl_train.") and _today(name) else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leaves it to Python, whose module `exec_module` replaces."""
@@ -51,8 +72,13 @@ class _Moved:
     def exec_module(self, module: object) -> None:
         """Puts the module of today in its place."""
         name: str = module.__name__  # type: ignore[attr-defined]
-        import_module("warnings").warn(f"{name} is {MOVED[name]} now", DeprecationWarning, stacklevel=2)
-        sys.modules[name] = import_module(MOVED[name])
+        import_module("warnings").warn(f"{name} is {_today(name)} now", DeprecationWarning, stacklevel=2)
+        sys.modules[name] = import_module(_today(name))
+
+    def get_code(self, name: str) -> CodeType:
+        """Return a program that runs the module of today, for `python -m` with the path of before."""
+        run = f"import runpy; runpy.run_module({_today(name)!r}, run_name='__main__', alter_sys=True)"
+        return compile(run, name, "exec")
 
 
-sys.meta_path.append(_Moved())
+sys.meta_path.insert(0, _Moved())
