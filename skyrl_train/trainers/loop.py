@@ -4,7 +4,7 @@ A trainer writes down its verbs; everything that makes a step count is here, wri
 
     begin      load the checkpoint, evaluate where curves start
     record     timings, the step's line in the record, the picture, callbacks
-    conclude   a checkpoint where one is due (`checkpoint_writer.py`), and the end where a signal asked for it
+    conclude   a checkpoint where one is due (`checkpoints/writer.py`), and the end where a signal asked for it
     complete   the mark that the run has nothing left to do
 
 The record is on disk before the checkpoint of its step is. A run that is killed in between repeats the step and writes

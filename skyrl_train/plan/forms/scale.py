@@ -4,7 +4,7 @@
     tokens of a step             --ModelShape-->      operations
     bytes, operations            --Device-->          seconds, and which of them are most
 
-Arithmetic for choosing a layout before there is a machine: `forms.py` ranks by it what `placement=auto` may choose.
+Arithmetic for choosing a layout before there is a machine: `search.py` ranks by it what `placement=auto` may choose.
 Activations are counted from sizes; `plan/memory/device.py` traces the run's own step instead. Rates are two thirds of
 data sheets' for products (`batch/layouts/cost.py`) and four fifths for memory and links, and none of them was measured.
 """

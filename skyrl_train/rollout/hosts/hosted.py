@@ -1,4 +1,5 @@
-"""One environment where it runs: on a thread of the trainer, or in a worker process (`env_boundary.py` has the picture)."""
+"""One environment where it runs: on a thread of the trainer, or in a worker process (`boundary/session.py` has the
+picture)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes of this machine: `env_worker.py` from the outside."""
+"""Worker processes of this machine: `worker.py` from the outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that environments run in: `python -m skyrl_train.rollout.hosts.worker FD`, started by `env_local.py`.
+"""The processes that environments run in: `python -m skyrl_train.rollout.hosts.worker FD`, started by `local.py`.
 
     trainer
       supervisor     starts workers and ends them with everything that stems from them; says how each ended
@@ -10,7 +10,7 @@ The supervisor imports the environments' modules once and forks the workers, whi
 memory. Where the import leaves a thread or an open file behind, which a fork would break, it says so and is started once
 more without: each worker then imports by itself. No kept library does this without unpickling what the child sends.
 
-Messages (`env_connection.py`) are never sent over standard input, output or error.
+Messages (`connection.py`) are never sent over standard input, output or error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a row's tests on code that a model wrote, each in a sandbox of its own (`sandbox.py`, `sandbox_child.py`).
+"""Runs a row's tests on code that a model wrote, each in a sandbox of its own (`sandbox.py`, `system/sandbox/child.py`).
 
 The program never holds the tests, their answers or the verdict. Tests ask it by the names that they do not define
 themselves; what passes between the two is plain data.

@@ -36,9 +36,9 @@ class _RecordedStep:
 
 
 class ReplayGenerator:
-    """Implements `Generator` from a run's `rollouts/` (`telemetry/records/store.py`), from JSON lines (`rollout_log.py`), or
-    from the journal of a run whose rollouts were made while the learner updated (`journal.py`), and supplies the prompts of
-    each step.
+    """Implements `Generator` from a run's `rollouts/` (`telemetry/records/store.py`), from JSON lines
+    (`telemetry/records/log.py`), or from the journal of a run whose rollouts were made while the learner updated
+    (`journal.py`), and supplies the prompts of each step.
 
     Steps are taken in the order of their recording: the first recorded one is step 1, whatever its number was.
     """

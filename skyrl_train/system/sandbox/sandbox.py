@@ -4,7 +4,7 @@
     best       that; else what one process can give up by itself (seccomp, Landlock, limits), named with what it lacks
     off        limits alone
 
-What runs is `sandbox_child.py`. It sees the system read-only, one empty folder of a bounded size, its own /proc, no network,
+What runs is `child.py`. It sees the system read-only, one empty folder of a bounded size, its own /proc, no network,
 and none of this process's variables; its user is none of this machine's. It ends with everything it started.
 """
 
@@ -201,7 +201,7 @@ class Sandbox:
         reads: Sequence[str] = (),
         stdout: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """Start `sandbox_child.py`.
+        """Start `child.py`.
 
         Args:
             role: The function there that is called with the settings.
@@ -293,7 +293,7 @@ class Ran:
 
 
 def run(role: str, settings: Mapping[str, Any], *, level: Level, limits: Limits, reads: Sequence[str] = ()) -> Ran:
-    """Run `sandbox_child.py` to its end; the arguments are those of `Sandbox.start`. Raises OSError where it cannot be
+    """Run `child.py` to its end; the arguments are those of `Sandbox.start`. Raises OSError where it cannot be
     started, SandboxUnavailable among them."""
     with made(level, limits) as sandbox:
         reading, writing = os.pipe()

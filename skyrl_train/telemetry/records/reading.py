@@ -1,4 +1,4 @@
-"""Reads trajectories from Parquet (`rollout_columns.py`): whatever a file holds, they are as a run writes them, or it is
+"""Reads trajectories from Parquet (`columns.py`): whatever a file holds, they are as a run writes them, or it is
 refused with the row."""
 
 from __future__ import annotations

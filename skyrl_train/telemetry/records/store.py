@@ -1,4 +1,4 @@
-"""The rollouts of a run at rest: Parquet files (`rollout_columns.py`), written whole or not at all, and read back."""
+"""The rollouts of a run at rest: Parquet files (`columns.py`), written whole or not at all, and read back."""
 
 from __future__ import annotations
 
