@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.memory.probe import Probed, Prober
 from skyrl_train.memory.sizing import hold_everything
 from skyrl_train.memory.trace import StepTrace
+from skyrl_train.model import attention
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.value_model import load_value_model
@@ -92,6 +95,25 @@ def test_rows_of_unequal_length_and_trees_are_traced_too(folder: Path) -> None:
     for shared in (0, 12):
         found = traced.probe_lengths([24, 16, 13], training=False, shared=shared)
         assert found == measured.probe_lengths([24, 16, 13], training=False, shared=shared)
+
+
+def test_flex_attention_is_traced_too_and_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As trees on a CUDA device are: it is an operation of higher order, which modes of torch pass on only if they say so."""
+
+    def attend(*tensors: Any, read: object, **terms: Any) -> torch.Tensor:
+        del read
+        return attention.flex(*tensors, compiled=True, **terms)
+
+    measured, traced = probers(policy(folder, layout="prefix_shared"))
+    usual = measured.probe_lengths([24, 16, 13], training=False, shared=12)
+    monkeypatch.setattr(attention, "_attend", attend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = traced.probe_lengths([24, 16, 13], training=False, shared=12)
+    assert usual is not None
+    assert found is not None
+    assert found.positions == usual.positions
+    assert found.peak_bytes == pytest.approx(usual.peak_bytes, rel=0.2)
 
 
 def test_a_trace_leaves_the_learner_as_it_was(folder: Path) -> None:
