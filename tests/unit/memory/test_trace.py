@@ -98,7 +98,7 @@ def test_rows_of_unequal_length_and_trees_are_traced_too(folder: Path) -> None:
 
 
 def test_flex_attention_is_traced_too_and_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As trees on a CUDA device are: it is an operation of higher order, which modes of torch pass on only if they say so."""
+    """As trees on a CUDA device are. torch hands it to a dispatch mode that says so, as an operation of higher order."""
 
     def attend(*tensors: Any, read: object, **terms: Any) -> torch.Tensor:
         del read

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_refere
 from skyrl_train.selftest.machine import Machine, unsupported_versions
 from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body
 from tests.support.machines import CPU, gpus
+from tests.support.process_trees import command_line, descendants, is_running
 
 BODIES = "tests.support.selftest_bodies"
 
@@ -210,6 +213,34 @@ def test_an_unknown_case_is_refused_before_anything_runs(capsys: pytest.CaptureF
         main(["--only", "nothing"])
     assert ended.value.code == 2
     assert "no such case" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_running_case_with_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` or a scheduler sends it: what were left would hold the GPU."""
+    case = Case(name="hangs", body=f"{BODIES}:hangs_with_a_child", deadline_s=30.0)
+    monkeypatch.setattr("skyrl_train.selftest.__main__.chosen_cases", lambda *_: [case])
+    hanging: list[int] = []
+
+    def end_once_it_hangs() -> None:
+        ends = time.monotonic() + 25
+        while not hanging and time.monotonic() < ends:
+            time.sleep(0.1)
+            hanging.extend(pid for pid in descendants(os.getpid()) if "time.sleep(600)" in command_line(pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # where nothing answers, the test goes on
+    ender = threading.Thread(target=end_once_it_hangs)
+    try:
+        ender.start()
+        assert main(["--device", "cpu"]) == 130
+    finally:
+        ender.join()
+        signal.signal(signal.SIGTERM, before)
+    ends = time.monotonic() + 10
+    while any(map(is_running, hanging)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert len(hanging) == 1
+    assert not is_running(hanging[0])
 
 
 @pytest.mark.nightly
