@@ -20,7 +20,7 @@ from skyrl_train.selftest.__main__ import main
 from skyrl_train.selftest.cases import CASES, Case, Context, chosen_cases
 from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_reference, require_gradient, save_model
 from skyrl_train.selftest.machine import Machine, unsupported_versions
-from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body
+from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body, run_case
 from tests.support.machines import CPU, gpus
 from tests.support.process_trees import command_line, descendants, is_running
 
@@ -132,6 +132,20 @@ def test_a_folder_with_a_packages_name_is_not_taken_for_it(tmp_path: Path, monke
 def test_ranks_are_one_for_each_device_and_two_without_any() -> None:
     case = Case(name="x", body="", processes="each_device")
     assert [case.num_processes(machine) for machine in (CPU, gpus(1), gpus(4), gpus(16))] == [2, 1, 4, 8]
+
+
+def test_on_one_gpu_cases_of_a_rank_for_each_device_share_a_process() -> None:
+    case = Case(name="x", body=f"{BODIES}:process_id", processes="each_device", shares_process=True)
+    shared = SharedProcess()
+    try:
+        found = [run_case(case, machine, shared) for machine in (gpus(1), gpus(1), gpus(2), CPU)]
+    finally:
+        shared.close()
+    assert [result.outcome for result in found] == ["pass"] * 4
+    assert found[0].detail == found[1].detail
+    assert len({result.detail for result in found}) == 3
+    own = [case for case in CASES if not case.shares_process and case.min_devices < 2]
+    assert len(own) <= 8, "each takes seconds to import torch and to begin CUDA"
 
 
 def test_names_choose_cases_and_groups_of_them() -> None:
