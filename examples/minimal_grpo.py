@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
-from skyrl_train.algorithms.advantages import grpo
-from skyrl_train.algorithms.inputs import AdvantageInputs, PolicyLossInputs
-from skyrl_train.algorithms.losses import policy_loss
+from skyrl_train.algorithms import AdvantageInputs, grpo
+from skyrl_train.algorithms.losses import PolicyLossInputs, policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.data.prompts import PromptSource, load_prompts
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
+from skyrl_train.data import PromptSource, load_prompts
+from skyrl_train.model import load_causal_lm, load_tokenizer
+from skyrl_train.rollout.envs import WordProblemsEnv
 from skyrl_train.types import Prompt
 
 ALGORITHM = AlgorithmConfig(advantage_estimator="grpo", policy_loss="regular", eps_clip_low=0.2, eps_clip_high=0.2)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from skyrl_train.data.word_problems import Split, generate_problems
+from skyrl_train.data.tasks import Split, generate_problems
 
 
 def score(completion, answer):  # type: ignore[no-untyped-def]

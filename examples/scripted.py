@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.telemetry.rollout_log import encode_trajectory
-from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts
+from skyrl_train.model import load_causal_lm
+from skyrl_train.telemetry.records import encode_trajectory, pairs_of, read_rollouts
 from skyrl_train.types import GenerationOutput, StopReason
 
 

@@ -133,7 +133,7 @@ TEMPLATE = """\
 
 def write_model(folder: Path) -> None:
     """The bundled model, with a chat template that shows tools."""
-    shutil.copytree(Path(str(files("skyrl_train.assets"))) / "tiny_qwen2", folder, dirs_exist_ok=True)
+    shutil.copytree(Path(str(files("skyrl_train.data.assets"))) / "tiny_qwen2", folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 

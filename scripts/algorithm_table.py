@@ -22,8 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from skyrl_train.algorithms import AdvantageInputs
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.parts import ADVANTAGE_ESTIMATORS
 from tests.support.advantage_oracles import (
     ADVANTAGE_ORACLES,
     Sample,

@@ -1,6 +1,6 @@
 """Build the bundled tiny model: a Qwen2 of about a million parameters, its tokenizer and its chat template.
 
-    python scripts/build_tiny_model.py --output skyrl_train/assets/tiny_qwen2
+    python scripts/build_tiny_model.py --output skyrl_train/data/assets/tiny_qwen2
 
 Everything follows from RECIPE: the tokenizer's words are those of the bundled word problems, the weights start from a
 fixed seed, and a supervised warm start (`python -m skyrl_train.main_sft`'s own trainer) on demonstrations of mixed style
@@ -25,19 +25,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from skyrl_train.config.schema import ConsoleConfig, ModelConfig, OptimizerConfig
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.data.word_problems import (
-    Split,
-    WordProblem,
-    draw_problem,
-    generate_problems,
-    to_row,
-    write_demonstration,
-)
-from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
-from skyrl_train.runs import sft as run_sft
-from skyrl_train.seeding import derive_seed
+from skyrl_train.config import ConsoleConfig, SFTConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.data.tasks import Split, WordProblem, draw_problem, generate_problems, to_row, write_demonstration
+from skyrl_train.rollout.envs import WordProblemsEnv
+from skyrl_train.runs import train_sft
+from skyrl_train.system import derive_seed
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -230,7 +223,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, recipe: Recip
         with (folder / "demonstrations.jsonl").open("w", encoding="utf-8") as file:
             for messages in itertools.chain.from_iterable(draw_all_steps(tokenizer, recipe)):
                 file.write(json.dumps({"messages": messages}) + "\n")
-        run_sft.train(training_config(recipe, folder))
+        train_sft(training_config(recipe, folder))
         model.load_state_dict(Qwen2ForCausalLM.from_pretrained(folder / "run" / "export").state_dict())
 
 

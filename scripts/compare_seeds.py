@@ -17,9 +17,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.rollout_store import read_rollouts
-from skyrl_train.trainers.evaluation_report import read_evaluations
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.telemetry.records import read_rollouts
+from skyrl_train.trainers.evaluation import read_evaluations
 
 HEADER = (
     "| seed | first turn, before | first turn, after | any turn, after | reward, first 5 steps | reward, last 5 steps |"

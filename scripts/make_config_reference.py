@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.config.docs import reference
+from skyrl_train.config import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 

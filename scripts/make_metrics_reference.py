@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.telemetry.declarations import Declared, declarations
+from skyrl_train.telemetry import Declared, declarations
 
 ROOT = Path(__file__).resolve().parents[1]
 _GROUPS = (
@@ -29,7 +29,7 @@ angle brackets stands for any: `env/<name>`. A record has a value only where the
 invented. `elsewhere` says what TRL, verl and SkyRL call the same, or what stands nearest. Custom metrics
 (`trainer.metrics`) have the names that their functions give.
 
-`skyrl_train.telemetry.declarations.declaration_of("reward/mean")` gives a program what a line says.
+`skyrl_train.telemetry.declared.declaration_of("reward/mean")` gives a program what a line says.
 """
 
 

@@ -1,6 +1,6 @@
 """Write the bundled word problems: train.jsonl and validation.jsonl.
 
-python scripts/make_word_problems.py --output skyrl_train/assets/word_problems
+python scripts/make_word_problems.py --output skyrl_train/data/assets/word_problems
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from skyrl_train.data.word_problems import Split, generate_problems, to_row
+from skyrl_train.data.tasks import Split, generate_problems, to_row
 
 DEFAULT_SEED = 0
 DEFAULT_COUNTS = {Split.TRAIN: 2048, Split.VALIDATION: 256}

@@ -49,7 +49,7 @@
 #                    test_signals: SIGUSR1 of RL                  of SFT; SIGHUP of RL
 #                    test_planted_secrets: 200 of them            tests/unit/telemetry: each kind of them
 #                    test_signals on Ray                          in this process; test_restarts
-#                    test_measured_rates: three runs              tests/unit/cli/test_derived_settings: what is read again
+#                    test_measured_rates: three runs              tests/unit/runs/test_derived_settings: what is read again
 #   tests/unit       test_trackers: two of four dead servers      the other two
 #                    test_in_flight_updates: 1,000 requests       its other tests; tests/cluster/test_vllm_in_flight
 #                    test_summarize_run, test_minimal_grpo: runs  the quickstart's run; what the script's parts compute

@@ -17,9 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.data.hub import endpoint, is_reachable
-from skyrl_train.data.prompts import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, gsm8k_row
-from skyrl_train.data.rows import Source, read_rows
+from skyrl_train.data import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, Source, gsm8k_row, read_rows
+from skyrl_train.data.sources import endpoint, is_reachable
 from skyrl_train.errors import DataError
 
 ENV_CLASSES = ("gsm8k", "gsm8k_multi_turn")

@@ -38,28 +38,23 @@ from torch import Tensor, multiprocessing, nn
 from torch import distributed as dist  # noqa: TID251 - the two ranks are processes of this script
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.batch.layout import Layout as RowLayout
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.stage import StagedBatch, computed_together, stage
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.resolvers import conf_dir
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import Layout as RowLayout
+from skyrl_train.batch.planner import make_micro_batch_strategy
+from skyrl_train.batch.steps import MiniBatch, StagedBatch, computed_together, stage
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_critic, needs_reference
-from skyrl_train.config.learners import old_logprobs_scored
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.distributed.process_group import Rendezvous, join, leave
-from skyrl_train.distributed.strategy import ModelStrategy, Replicated, SingleProcess
-from skyrl_train.learner.critic import CriticLearner
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
-from skyrl_train.model.value_model import load_value_model
-from skyrl_train.runs.rl import assembly_settings, train
-from skyrl_train.telemetry.metrics import StepMetrics
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.config.derived import old_logprobs_scored
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.distributed import ModelStrategy, Replicated, SingleProcess, join, leave
+from skyrl_train.endpoints import Rendezvous
+from skyrl_train.learner import CriticLearner, ModelEngine, PolicyLearner
+from skyrl_train.model import load_causal_lm, load_tokenizer, load_value_model, quiet_transformers
+from skyrl_train.runs import assembly_settings, train
+from skyrl_train.runs.cli import HYDRA_VERSION_BASE, conf_dir, load_node, register_resolvers
+from skyrl_train.telemetry import StepMetrics
+from skyrl_train.telemetry.records import read_rollouts
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch, StopReason, Trajectory
 

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.files import write_atomically, write_json
-from skyrl_train.telemetry.metrics_log import phase_seconds, read_metrics
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.evaluation_report import read_evaluations
+from skyrl_train.system.files import write_atomically, write_json
+from skyrl_train.telemetry import RunFolder, phase_seconds, read_metrics
+from skyrl_train.trainers.evaluation import read_evaluations
 
 REWARD_STEPS = 10
 """The rewards of so many first and last steps are averaged."""

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
+from skyrl_train import runs
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.objects import has_object, named_part, named_rows
-from skyrl_train.runs.result import RunResult, run_logged
+from skyrl_train.runs import RunResult
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import Config
-    from skyrl_train.config.sft import AnyConfig, SFTConfig
+    from skyrl_train.config import AnyConfig, Config, SFTConfig
 
 _ROWS = ("data.train", "data.validation")
 _TOKENIZER = "model.tokenizer_path"
@@ -57,8 +57,7 @@ def load_config(*overrides: str, settings: Mapping[str, object] = _NOTHING, sft:
 
     Without `output_dir` each call chooses a fresh folder. Raises ConfigError with all that is wrong.
     """
-    from skyrl_train.cli.composition import as_override
-    from skyrl_train.cli.preflight import checked_config
+    from skyrl_train.runs.cli import as_override, checked_config
 
     plain = {name: _plain(value, name) for name, value in settings.items()}
     here = [name for name, value in plain.items() if has_object(value)]
@@ -74,23 +73,17 @@ def load_config(*overrides: str, settings: Mapping[str, object] = _NOTHING, sft:
 
 def train(config: Config) -> RunResult:
     """Train by reinforcement learning, or go on with the run in `config.output_dir`."""
-    from skyrl_train.runs import rl
-
-    return run_logged(config, rl.train)
+    return runs.run_logged(config, runs.train)
 
 
 def train_sft(config: SFTConfig) -> RunResult:
     """Train on answers that are given, or go on with the run in `config.output_dir`."""
-    from skyrl_train.runs import sft
-
-    return run_logged(config, sft.train)
+    return runs.run_logged(config, runs.train_sft)
 
 
 def evaluate(config: Config) -> RunResult:
     """Evaluate the model on `data.validation`, or the checkpoint `trainer.resume_path`; nothing is trained."""
-    from skyrl_train.runs import evaluation
-
-    return run_logged(config, evaluation.evaluate)
+    return runs.run_logged(config, runs.evaluate)
 
 
 def _plain(value: object, setting: str) -> object:
@@ -127,7 +120,7 @@ def _is_rows(value: object) -> bool:
 
 def _stored_tokenizer(tokenizer: Any) -> str:
     """Write a tokenizer where it is kept under the digest of its files, where every process and later run finds it."""
-    from skyrl_train.data.token_cache import default_folder
+    from skyrl_train.data.sft import default_folder
 
     tokenizers = default_folder().parent / "tokenizers"
     tokenizers.mkdir(parents=True, exist_ok=True)
@@ -147,7 +140,7 @@ def _stored_tokenizer(tokenizer: Any) -> str:
 
 def _elsewhere(config: AnyConfig, here: list[str], plain: Mapping[str, object]) -> Iterator[Violation]:
     """Yield what this process alone has, and actors would have to call."""
-    from skyrl_train.cli.auto_placement import place
+    from skyrl_train.runs.cli import place
 
     if place(config).placement.backend == "ray":
         for name in here:

@@ -19,6 +19,8 @@ SkyrlTrainError
 └── StopRequested                a signal asked for a stop, raised at the next safe point
 
 All of them, subclasses of a user's own included, can be pickled and come out of another process as they went in.
+
+Beside them, counts and sizes as messages write them: one form for one thing.
 """
 
 from __future__ import annotations
@@ -26,8 +28,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from skyrl_train.wording import counted
 
 
 class SkyrlTrainError(Exception):
@@ -170,3 +170,34 @@ class StopRequested(SkyrlTrainError):
         super().__init__(f"stopped by {signal_name} after step {global_step}")
         self.signal_name = signal_name
         self.global_step = global_step
+
+
+def counted(count: int, name: str, spec: str = "") -> str:
+    """Return `1 step`, `3 steps`, `2 batches`, `4 trajectories`. `spec` is the count's format, `,` say.
+
+    Example:
+        >>> counted(1, "held-out prompt"), counted(2048, "batch", ",")
+        ('1 held-out prompt', '2,048 batches')
+    """
+    if count != 1:
+        name = name[:-1] + "ies" if name.endswith("ry") else name + ("es" if name.endswith("ch") else "s")
+    return f"{count:{spec}} {name}"
+
+
+def every(count: int, name: str) -> str:
+    """Return `every step`, `every 3 steps`."""
+    return f"every {name}" if count == 1 else f"every {counted(count, name)}"
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three digits that count, and whole ones in full: `0.0123`, `1.89`, `15.6`, `1,024`."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def byte_size(count: float) -> str:
+    """Return `512 B`, `1.89 kB`, `3.93 MB`, up to TB, of powers of 1000."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0
+    while power < len(units) - 1 and abs(count) >= (1000 if power == 0 else 999.5):
+        count, power = count / 1000, power + 1
+    return f"{three_digits(count)} {units[power]}"

@@ -15,18 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from skyrl_train.batch.minibatch import MiniBatch
-    from skyrl_train.batch.training_batch import TrainingInputBatch
-    from skyrl_train.telemetry.files import FileSums
-    from skyrl_train.telemetry.metrics import StepMetrics
-    from skyrl_train.types import (
-        ChatMessage,
-        GenerationOutput,
-        GenerationRequest,
-        Prompt,
-        RolloutBatch,
-        SamplingParams,
-    )
+    from skyrl_train.batch import TrainingInputBatch
+    from skyrl_train.batch.steps import MiniBatch
+    from skyrl_train.system.files import FileSums
+    from skyrl_train.telemetry import StepMetrics
+    from skyrl_train.types import ChatMessage, GenerationOutput, GenerationRequest, Prompt, RolloutBatch, SamplingParams
     from skyrl_train.weights import ModelWeights
 
 

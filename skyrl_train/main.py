@@ -10,7 +10,7 @@ one stopped the run (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1), in its s
 
 from __future__ import annotations
 
-from skyrl_train.signals import TYPE_CHECKING, end_at_once_on_signals
+from skyrl_train.system.processes import TYPE_CHECKING, end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -19,28 +19,25 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script `skyrl-train`."""
     end_at_once_on_signals()  # first of all: what is imported next takes a second
-    from skyrl_train.cli import start
+    from skyrl_train.runs.cli import start
 
     start(_train, config_name="config", look=_look)
 
 
 def _look(node: DictConfig) -> None:
     """`--look`: what two prompts make of the run, and nothing else."""
-    from skyrl_train.cli.composition import load_node
-    from skyrl_train.cli.exits import exit_on_errors
-    from skyrl_train.config.schema import Config
-    from skyrl_train.runs.rl import train
+    from skyrl_train.config import Config
+    from skyrl_train.runs import train
+    from skyrl_train.runs.cli import exit_on_errors, load_node
 
     with exit_on_errors(node) as ending:
         train(load_node(node, Config), on_end=ending.begins, only_looks=True)
 
 
 def _train(node: DictConfig) -> float | None:
-    from skyrl_train.cli.composition import load_node
-    from skyrl_train.cli.exits import exit_on_errors
-    from skyrl_train.config.schema import Config
-    from skyrl_train.runs.result import swept_metric
-    from skyrl_train.runs.rl import train
+    from skyrl_train.config import Config
+    from skyrl_train.runs import swept_metric, train
+    from skyrl_train.runs.cli import exit_on_errors, load_node
 
     with exit_on_errors(node) as ending:
         config = load_node(node, Config)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from skyrl_train.installed import find_modules_here
+from skyrl_train.system import find_modules_here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,9 +50,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from skyrl_train.capsules.compare import table
-    from skyrl_train.runs.capsule import open_capsule, run_again
-    from skyrl_train.runs.capsule_bisect import refuse_again
+    from skyrl_train.runs import open_capsule, refuse_again, run_again
+    from skyrl_train.trainers.capsules import table
 
     opened = open_capsule(options.run, options.step)
     refusal = opened.capsule.refusal
@@ -75,8 +74,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _bisect(options: argparse.Namespace) -> int:
-    from skyrl_train.runs.capsule import open_capsule
-    from skyrl_train.runs.capsule_bisect import bisect
+    from skyrl_train.runs import bisect, open_capsule
 
     found = bisect(open_capsule(options.run, options.step), outlier=options.outlier)
     _say(found.lines)

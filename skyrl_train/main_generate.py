@@ -8,7 +8,7 @@ any other model with what the command states, so `+experiment=gsm8k_multiturn` t
 
 from __future__ import annotations
 
-from skyrl_train.signals import TYPE_CHECKING, end_at_once_on_signals
+from skyrl_train.system.processes import TYPE_CHECKING, end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script `skyrl-generate`."""
     end_at_once_on_signals()  # first of all: what is imported next takes a second
-    from skyrl_train.cli import start
+    from skyrl_train.runs.cli import start
 
     start(_generate, config_name="config", trains=False)
 
 
 def _generate(node: DictConfig) -> None:
-    from skyrl_train.cli.composition import load_node
-    from skyrl_train.cli.exits import exit_on_errors
-    from skyrl_train.config.schema import Config
-    from skyrl_train.runs.evaluation import evaluate
+    from skyrl_train.config import Config
+    from skyrl_train.runs import evaluate
+    from skyrl_train.runs.cli import exit_on_errors, load_node
 
     with exit_on_errors(node) as ending:
         evaluate(load_node(node, Config), on_end=ending.begins)

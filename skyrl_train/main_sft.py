@@ -9,7 +9,7 @@ Exit status as of `main.py`.
 
 from __future__ import annotations
 
-from skyrl_train.signals import TYPE_CHECKING, end_at_once_on_signals
+from skyrl_train.system.processes import TYPE_CHECKING, end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -18,21 +18,19 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script `skyrl-sft`."""
     end_at_once_on_signals()  # first of all: what is imported next takes a second
-    from skyrl_train.cli import start
+    from skyrl_train.runs.cli import start
 
     start(_train, config_name="sft")
 
 
 def _train(node: DictConfig) -> float | None:
-    from skyrl_train.cli.composition import load_node
-    from skyrl_train.cli.exits import exit_on_errors
-    from skyrl_train.config.sft import SFTConfig
-    from skyrl_train.runs.result import swept_metric
-    from skyrl_train.runs.sft import train
+    from skyrl_train.config import SFTConfig
+    from skyrl_train.runs import swept_metric, train_sft
+    from skyrl_train.runs.cli import exit_on_errors, load_node
 
     with exit_on_errors(node) as ending:
         config = load_node(node, SFTConfig)
-        train(config, on_end=ending.begins)
+        train_sft(config, on_end=ending.begins)
         return swept_metric(config)
 
 

@@ -14,7 +14,7 @@ def describe(square: int) -> str:
 
 def walk(spec: Mapping[str, Any], question: str, max_turns: int, rng: random.Random) -> list[dict[str, str]]:
     """A conversation of random moves, to the end of the episode."""
-    from skyrl_train.rollout.environments import make_environment
+    from skyrl_train.rollout.envs import make_environment
 
     environment = make_environment(spec, {})
     messages, _ = environment.init([{"role": "user", "content": question}])

@@ -2,7 +2,8 @@
 
 import torch
 
-from skyrl_train.algorithms.inputs import AdvantageOutput, PolicyLossOutput
+from skyrl_train.algorithms import AdvantageOutput
+from skyrl_train.algorithms.losses import PolicyLossOutput
 from skyrl_train.registry import reads
 
 

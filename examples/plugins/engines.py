@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.registry import reads
 from skyrl_train.types import GenerationOutput, StopReason
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from skyrl_train.rollout.agent_loop import multi_turn
+from skyrl_train.rollout import multi_turn
 
 
 async def handicapped(episode, *, turns=1):

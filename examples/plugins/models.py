@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.distributed.strategy import Sharded, SingleProcess
+from skyrl_train.distributed import Sharded, SingleProcess
 
 
 def perturbed(folder, dtype, model, *, noise):

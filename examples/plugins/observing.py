@@ -2,7 +2,7 @@
 
 import json
 
-from skyrl_train.telemetry.metrics import Max, Mean
+from skyrl_train.telemetry import Max, Mean
 
 
 def lengths(facts, *, long=16):

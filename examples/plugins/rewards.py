@@ -1,6 +1,6 @@
 """The reward of an existing environment, changed."""
 
-from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
+from skyrl_train.rollout.envs import WordProblemsEnv
 
 
 class ShortAnswers(WordProblemsEnv):

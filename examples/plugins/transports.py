@@ -1,6 +1,6 @@
 """How new weights get to the engine."""
 
-from skyrl_train.weight_sync.receiver import UpdatableEngine
+from skyrl_train.weight_sync import UpdatableEngine
 from skyrl_train.weights import WeightSender
 
 

@@ -19,12 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.rollout.agent_loop import Episode, Job, Limits
-from skyrl_train.rollout.agents.endpoint import Address, opened
-from skyrl_train.rollout.agents.session import Session
-from skyrl_train.rollout.chat_tokens import ChatTokens
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_tokenizer
+from skyrl_train.rollout import ChatTokens, Episode, Job, Limits
+from skyrl_train.rollout.agents import Address, Session, opened
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, StopReason, token_ids
 
 QUESTION = "And what is the next one, after those that were said?"

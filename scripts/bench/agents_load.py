@@ -23,11 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from agents import SteadyEngine, episode
 
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.rollout.agents.endpoint import opened
-from skyrl_train.rollout.agents.session import Session
-from skyrl_train.rollout.chat_tokens import ChatTokens
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_tokenizer
+from skyrl_train.rollout import ChatTokens
+from skyrl_train.rollout.agents import Session, opened
 
 MB = 1 << 20
 Told = tuple[int, float]

@@ -39,13 +39,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.config.schema import Config
-from skyrl_train.plan.pipeline import PhaseTimes, measured_phases
-from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
-from skyrl_train.runs.rl import train
-from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.timeline import Line, read_timeline
+from skyrl_train.config import Config
+from skyrl_train.plan import PhaseTimes, measured_phases
+from skyrl_train.rollout.envs import WordProblemsEnv
+from skyrl_train.runs import train
+from skyrl_train.system import derive_seed
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.telemetry.records import Line, read_timeline
 
 GOAL = 1.6
 """Steps an hour of a stream, in those of a serial run."""

@@ -25,12 +25,18 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import balance_groups, balance_rows
-from skyrl_train.batch.boundaries import compute_prompt_mini_batch_boundaries
-from skyrl_train.batch.cost import CostModel
-from skyrl_train.batch.forwards import token_budget
-from skyrl_train.batch.planner import RowFacts
-from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over, split_packed, split_padded
+from skyrl_train.batch import Rows, compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.layouts import CostModel
+from skyrl_train.batch.planner import (
+    RowFacts,
+    balance_groups,
+    balance_rows,
+    computed_tokens,
+    rows_over,
+    split_packed,
+    split_padded,
+    token_budget,
+)
 
 MAX_TOKENS = 16384
 ROWS_PER_PROMPT = 20

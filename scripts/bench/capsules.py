@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from skyrl_train.capsules.record import STATES, step_name, steps_in
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry import RunFolder, read_metrics
+from skyrl_train.trainers.capsules import STATES, step_name, steps_in
 
 
 def compressed(content: np.ndarray) -> int:

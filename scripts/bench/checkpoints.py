@@ -33,15 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from weight_sync import save_model
 
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.config.learners import LearnerSettings, learner_settings
-from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, StrategyConfig, TrainerConfig
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.derived import LearnerSettings, learner_settings
+from skyrl_train.config.models import ModelConfig, PlacementConfig, StrategyConfig
 from skyrl_train.interfaces import HeldState, Learner
-from skyrl_train.learner.build import build_learner
-from skyrl_train.plan.dry_run import plan_batches
-from skyrl_train.trainers.checkpoint_writer import CheckpointWriter
-from skyrl_train.trainers.checkpoints import CheckpointStore
-from skyrl_train.trainers.manifest import verify
+from skyrl_train.learner import build_learner
+from skyrl_train.plan import plan_batches
+from skyrl_train.trainers.checkpoints import CheckpointStore, CheckpointWriter, verify
 from tests.support.learner_cases import make_batch
 
 MODES = ("read again", "waits", "background")
@@ -83,9 +82,7 @@ def learner_of(settings: LearnerSettings, num_ranks: int) -> Iterator[Learner]:
     if not num_ranks:
         yield build_learner(settings)
         return
-    from skyrl_train.cluster.learners import start_learner
-    from skyrl_train.cluster.placement import Slot
-    from skyrl_train.cluster.session import RaySession
+    from skyrl_train.cluster import RaySession, Slot, start_learner
 
     placement = PlacementConfig(backend="ray", start_timeout_s=600.0, call_timeout_s=600.0)
     session = RaySession(placement, num_cpus=num_ranks, name="bench")

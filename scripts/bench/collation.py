@@ -17,12 +17,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.data.collate import Collator, PackedDataCollator
-from skyrl_train.data.epoch_order import EpochOrder
-from skyrl_train.data.loader import BatchLoader
-from skyrl_train.data.step_stream import StepStream, by_rows
-from skyrl_train.data.token_store import ExampleSet, Ints, SourcePart, store_of
+from skyrl_train.batch.steps import MiniBatch
+from skyrl_train.data import BatchLoader
+from skyrl_train.data.sft import (
+    Collator,
+    EpochOrder,
+    ExampleSet,
+    Ints,
+    PackedDataCollator,
+    SourcePart,
+    StepStream,
+    by_rows,
+    store_of,
+)
 
 NUM_EXAMPLES = 4096
 EXAMPLES_PER_STEP = 64

@@ -29,16 +29,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
-from skyrl_train.batch.minibatch import mini_batches
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch, compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.steps import mini_batches
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import Config
-from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.telemetry.metrics_log import MetricsLog
-from skyrl_train.trainers import steps
-from skyrl_train.trainers.rollout_sink import RolloutLog
-from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics
+from skyrl_train.runs import assembly_settings
+from skyrl_train.telemetry import MetricsLog
+from skyrl_train.trainers import RolloutLog, batch_metrics, rollout_metrics, steps
 from skyrl_train.types import (
     Outcome,
     Prompt,

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.trainers.evaluation_report import read_evaluations
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.trainers.evaluation import read_evaluations
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,8 +15,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from skyrl_train.inference.vllm_core import COLLECTS_AFTER, _Running
-from skyrl_train.inference.vllm_settings import sampling_arguments
+from skyrl_train.inference.vllm import COLLECTS_AFTER, Running, sampling_arguments
 from skyrl_train.types import GenerationRequest, SamplingParams
 
 SAMPLING = SamplingParams(max_generate_length=100_000)
@@ -63,7 +62,7 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
         )
         processor.add_request(request, None)
         asked = GenerationRequest(request_id=name, prompt_token_ids=PROMPT, sampling=SAMPLING, seed=number)
-        running[name] = _Running(asked, Future())
+        running[name] = Running(asked, Future())
     generator, decoder = np.random.default_rng(0), MsgpackDecoder(EngineCoreOutputs)
     steps = [answers(num_requests, generator) for _ in range(4)]
     spent = {"decode": 0.0, "process": 0.0, "take": 0.0}

@@ -21,10 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import ProcessEnvironments
-from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.boundary import Environments, EnvironmentSession
+from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
 
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "max_turns": 1 << 30}
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]

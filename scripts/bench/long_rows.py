@@ -2,7 +2,7 @@
 
 For each size of a group, so many processes on gloo (FSDP2, float32, one thread each) take one update on one packed row,
 half of whose tokens carry loss. Reported of the fullest rank: the most bytes of tensors that the pass held beyond what was
-there before it, counted tensor by tensor (`memory/meter.py`); and seconds of CPU time. Gradient norms must agree.
+there before it, counted tensor by tensor (`learner/memory/meter.py`); and seconds of CPU time. Gradient norms must agree.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def run_rank(rank: int, folder: Path, size: int, args: argparse.Namespace) -> No
     """One update, after a small one that has everything imported and gathered once."""
     import torch
 
-    from skyrl_train.distributed.process_group import Rendezvous, join, leave
-    from skyrl_train.memory.meter import CountingMeter
+    from skyrl_train.distributed import join, leave
+    from skyrl_train.endpoints import Rendezvous
+    from skyrl_train.learner.memory import CountingMeter
 
     place = f"file://{folder}/store_{size}"
     join(Rendezvous(rank=rank, num_ranks=size, init_method=place, timeout_s=TIMEOUT_S), torch.device("cpu"))
@@ -94,14 +95,13 @@ def run_rank(rank: int, folder: Path, size: int, args: argparse.Namespace) -> No
 def make_learner(folder: Path, size: int, args: argparse.Namespace) -> Any:
     import torch
 
-    from skyrl_train.batch.microbatch import make_micro_batch_strategy
+    from skyrl_train.batch.planner import make_micro_batch_strategy
+    from skyrl_train.config import TrainerConfig
     from skyrl_train.config.algorithm import AlgorithmConfig
-    from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
-    from skyrl_train.distributed.sequence_parallel import SequenceGroup
-    from skyrl_train.distributed.strategy import Sharded
-    from skyrl_train.learner.engine import ModelEngine
-    from skyrl_train.learner.policy import PolicyLearner
-    from skyrl_train.model.causal_lm import load_causal_lm
+    from skyrl_train.config.models import ModelConfig, OptimizerConfig
+    from skyrl_train.distributed import SequenceGroup, Sharded
+    from skyrl_train.learner import ModelEngine, PolicyLearner
+    from skyrl_train.model import load_causal_lm
 
     config = ModelConfig(path=str(folder), gradient_checkpointing=args.checkpointing)
     group = SequenceGroup(size, timeout_s=TIMEOUT_S) if size > 1 else None
@@ -121,8 +121,8 @@ def update(learner: Any, num_tokens: int, vocabulary: int) -> float:
     """On one row; the norm of the gradient, of which nothing is left."""
     import torch
 
-    from skyrl_train.batch.minibatch import close_mini_batch
-    from skyrl_train.batch.training_batch import batch_of_lengths
+    from skyrl_train.batch import batch_of_lengths
+    from skyrl_train.batch.steps import close_mini_batch
 
     generator = torch.Generator().manual_seed(1)
     batch = batch_of_lengths([num_tokens]).with_columns(

@@ -23,12 +23,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from weight_sync import save_model
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, LoraConfig, ModelConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, LoraConfig, ModelConfig, VLLMConfig
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.model.lora import adapter_tensors, add_adapter, as_they_are, merged_weights
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weights import stored_weights
 

@@ -4,7 +4,7 @@
     python scripts/bench/memory.py budget                 # the budget, 1,000 micro-batches under it, throughput
     python scripts/bench/memory.py budget --layout packed --micro-batches 200 --check
 
-Measured is what `memory/meter.py` sees of the real engine's passes on a CPU, tensor by tensor.
+Measured is what `learner/memory/meter.py` sees of the real engine's passes on a CPU, tensor by tensor.
 """
 
 from __future__ import annotations

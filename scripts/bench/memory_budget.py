@@ -10,19 +10,15 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, make_micro_batch_strategy
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, make_micro_batch_strategy
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.passes import Planned
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.probe import probe_rows
-from skyrl_train.memory.report import SizingReport
-from skyrl_train.memory.sizing import SizingLimits, size_micro_batches
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.learner import ModelEngine, Planned, PolicyLearner
+from skyrl_train.learner.memory import CountingMeter, SizingLimits, SizingReport, probe_rows, size_micro_batches
 
 LONGEST = 256
 ROWS_PER_STEP = 128

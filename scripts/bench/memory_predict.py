@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-import skyrl_train.assets
-from skyrl_train.config.learners import ScheduleLength, learner_settings
-from skyrl_train.config.schema import Config, LoraConfig
-from skyrl_train.learner.build import build_learner
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.predict import Effort, Phase
-from skyrl_train.memory.probe import Prober
-from skyrl_train.memory.sizing import hold_everything
+import skyrl_train.data.assets
+from skyrl_train.config import Config
+from skyrl_train.config.derived import ScheduleLength, learner_settings
+from skyrl_train.config.models import LoraConfig
+from skyrl_train.learner import build_learner
+from skyrl_train.learner.memory import CountingMeter, Effort, Phase, Prober, hold_everything
 from skyrl_train.plan.memory import models_of
 
 _DENSE = {
@@ -127,6 +125,6 @@ def _save_model(architecture: dict[str, Any], folder: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**architecture)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    bundled = Path(next(iter(skyrl_train.assets.__path__))) / "tiny_qwen2"
+    bundled = Path(next(iter(skyrl_train.data.assets.__path__))) / "tiny_qwen2"
     for file in bundled.glob("*token*"):
         copyfile(file, folder / file.name)

@@ -25,10 +25,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.config.schema import Config, ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer, quiet_transformers
-from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.config import Config
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_tokenizer, quiet_transformers
+from skyrl_train.runs import train
+from skyrl_train.telemetry import read_metrics
 
 TOKENIZER = "builtin:tiny_qwen2"
 SHOWN = {

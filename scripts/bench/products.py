@@ -3,9 +3,9 @@
     python scripts/bench/products.py
 
 Of a linear layer's three products, the output, the gradient of the input, and that of the weight: torch's own, and those of
-`skyrl_train/model/linear.py`. Of attention, forward and backward: torch's kernel for CPUs, which `joined_attention.py` calls
-for each part, and the same written as products of matrices with a softmax between them. Pairs that a causal call computes
-in vain count. The least of five CPU times each, on one thread.
+`skyrl_train/model/layers/linear.py`. Of attention, forward and backward: torch's kernel for CPUs, which
+`joined_attention.py` calls for each part, and the same written as products of matrices with a softmax between them.
+Pairs that a causal call computes in vain count. The least of five CPU times each, on one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from skyrl_train.model.linear import product
+from skyrl_train.model.layers import product
 
 LAYERS = ((2048, 128, 384), (2048, 256, 704), (2048, 704, 256), (2048, 1024, 1024))
 """(positions, inputs, outputs)."""

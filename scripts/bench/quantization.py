@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry import read_metrics
 
 RUN_TIMEOUT_S = 3600.0
 KINDS = {

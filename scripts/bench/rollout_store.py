@@ -30,9 +30,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.telemetry.json_text import json_line
-from skyrl_train.telemetry.rollout_log import encode_trajectory
-from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts, write_rollouts
+from skyrl_train.system.files import json_line
+from skyrl_train.telemetry.records import encode_trajectory, pairs_of, read_rollouts, write_rollouts
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn, VersionRun
 
 VOCABULARY = 150_000

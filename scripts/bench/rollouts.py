@@ -136,8 +136,7 @@ def measure(*, model: str, shape: str, turns: int, engine: str) -> dict[str, flo
 
 def _ours(model: str, first: Wave) -> Engine:
     """This package's engine, as `generator=hf` runs it: sorted, in batches of at most 256."""
-    from skyrl_train.inference.decode import Decoder
-    from skyrl_train.inference.grouped_attention import use_grouped_attention
+    from skyrl_train.inference import Decoder, use_grouped_attention
     from skyrl_train.types import GenerationRequest, SamplingParams
 
     loaded = build_model(SIZES[model]).eval().requires_grad_(False)

@@ -15,10 +15,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, ModelConfig, PlatformConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, ModelConfig, PlatformConfig, VLLMConfig
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 
 _REPETITIONS = 5

@@ -9,8 +9,8 @@ import argparse
 import statistics
 import time
 
-from skyrl_train import sandbox
-from skyrl_train.rollout.rewards.code_run import run_tests
+from skyrl_train.rollout.rewards import run_tests
+from skyrl_train.system.sandbox import sandbox
 
 CODE = "def add(a, b): return a + b"
 TESTS = [f"assert add({number}, 1) == {number + 1}" for number in range(3)]

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.data.loader import SFTBatch
+from skyrl_train.config import SFTConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.data import SFTBatch
 from skyrl_train.interfaces import Learner
-from skyrl_train.model.causal_lm import resolve_model_path
-from skyrl_train.runs import sft as run_sft
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.model import resolve_model_path
+from skyrl_train.runs import train_sft
+from skyrl_train.telemetry import read_metrics
 from skyrl_train.trainers import sft
 
 LEARNING_RATE = 1e-3
@@ -68,7 +68,7 @@ def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def run_ours(rows: Sequence[dict[str, Any]], args: argparse.Namespace, layout: str) -> Curve:
-    """`run_sft.train`, as the command line runs it, in a temporary folder."""
+    """`train_sft`, as the command line runs it, in a temporary folder."""
     cpu_s: list[float] = []
     sums: list[int] = []
     update = sft.update
@@ -100,7 +100,7 @@ def run_ours(rows: Sequence[dict[str, Any]], args: argparse.Namespace, layout: s
         )
         sft.update = timed
         try:
-            run_sft.train(replace(config, data=source, trainer=trainer))
+            train_sft(replace(config, data=source, trainer=trainer))
         finally:
             sft.update = update
         records = read_metrics(Path(folder) / "run" / "metrics.jsonl")

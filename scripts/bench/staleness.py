@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.telemetry.learning_curve import new_figure, save_figure
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.telemetry.trackers import new_figure, save_figure
 
 RUN_TIMEOUT_S = 1800.0
 CORRECTIONS = ("none", "token")

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ def run_child(folder: Path, overrides: list[str]) -> None:
     from skyrl_train import main as entry
 
     mark("imports of the command")
-    import skyrl_train.runs.rl as run
-    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.logs import RunConsole
     from skyrl_train.trainers import steps
+
+    run = import_module("skyrl_train.runs.rl")  # whose own names are replaced: it calls them by these
 
     def note_end(owner: Any, name: str, stage: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)

@@ -14,9 +14,9 @@ from typing import Any
 
 from step import LEARNING_RATE, MOST_TOKENS, PROMPTS, SAMPLES, tick
 
-from skyrl_train.data.word_problems import RETRY_MESSAGE
-from skyrl_train.model.causal_lm import resolve_model_path
-from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
+from skyrl_train.data.tasks import RETRY_MESSAGE
+from skyrl_train.model import resolve_model_path
+from skyrl_train.rollout.envs import WordProblemsEnv
 
 RETRY = f"\n<|im_start|>user\n{RETRY_MESSAGE}<|im_end|>\n<|im_start|>assistant\n"
 """What the chat template puts between a wrong answer and the next one."""
@@ -30,7 +30,7 @@ def train(turns: int, seed: int, steps: int, vllm: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOTrainer
 
-    from skyrl_train.data.word_problems import Split, generate_problems, to_row
+    from skyrl_train.data.tasks import Split, generate_problems, to_row
 
     torch.set_num_threads(1)
     folder = resolve_model_path("builtin:tiny_qwen2")

@@ -21,10 +21,9 @@ import torch
 from update_ours import Ours
 from update_work import KINDS, SIZES, ModelSize
 
+from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.planner import facts_of
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.model.linear import product
-from skyrl_train.model.numerics import set_numerics
+from skyrl_train.model.layers import product, set_numerics
 
 PEAK_BF16 = {
     "A100": 312e12,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from skyrl_train.model.logprobs import OutputHead, token_scores
+from skyrl_train.model.layers import OutputHead, token_scores
 
 
 def measure(way: str, tokens: int, hidden_size: int, vocabulary: int) -> None:

@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 from update_work import Conversation, ModelSize, build_model
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.planner import make_micro_batch_strategy
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.distributed.strategy import ModelStrategy
-from skyrl_train.learner.build import compile_layers
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.attention import leave_uncompiled
-from skyrl_train.model.causal_lm import _disable_dropout
-from skyrl_train.model.last_layer import decoder_layers
-from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.distributed import ModelStrategy
+from skyrl_train.learner import ModelEngine, PolicyLearner, compile_layers
+from skyrl_train.model import decoder_layers, disable_dropout
+from skyrl_train.model.layers import leave_uncompiled
+from skyrl_train.telemetry import to_values
 
 FORMS = ("eager", "compiled", "graphs")
 """Layers as they are; `model.compile`; compiled for each size, and replayed as CUDA graphs (a device alone)."""
@@ -96,7 +93,7 @@ class Ours:
             max_tokens_per_forward_microbatch=tokens,
         )
         model = build_model(size, experts=experts).to(device)
-        _disable_dropout(model)
+        disable_dropout(model)
         if checkpointing:
             model.gradient_checkpointing_enable()
         model.train()

@@ -22,10 +22,8 @@ from torch import multiprocessing  # noqa: E402
 from update_ours import Ours  # noqa: E402
 from update_work import KINDS, SIZES  # noqa: E402
 
-from skyrl_train.config.placement import StrategyConfig, mesh_sizes  # noqa: E402
-from skyrl_train.distributed.mesh import RankMesh  # noqa: E402
-from skyrl_train.distributed.process_group import join  # noqa: E402
-from skyrl_train.distributed.strategy import RankSettings, make_strategy  # noqa: E402
+from skyrl_train.config.models import StrategyConfig, mesh_sizes  # noqa: E402
+from skyrl_train.distributed import RankMesh, RankSettings, join, make_strategy  # noqa: E402
 from skyrl_train.endpoints import Rendezvous  # noqa: E402
 
 _DEADLINE_S = 600.0

@@ -41,7 +41,7 @@ def size_of(model: str) -> ModelSize:
     """Of a name in SIZES, or of a folder of Hugging Face's with the weights of a decoder, or a GGUF file."""
     if model in SIZES:
         return SIZES[model]
-    from skyrl_train.memory.model_sizes import local_folder, model_sizes
+    from skyrl_train.model.sizes import local_folder, model_sizes
 
     folder = local_folder(model)
     if folder is None:

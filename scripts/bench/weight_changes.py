@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if TYPE_CHECKING:
-    from skyrl_train.weight_sync.transports import Route
+    from skyrl_train.weight_sync import Route
     from skyrl_train.weights import Bucket
 
 FULL_SYNC_EVERY = 20
@@ -59,9 +59,9 @@ def measure(rate: float, dtype: str, steps: int, tolerance: float) -> tuple[floa
     """The share of values that are sent after the last step, and of bytes."""
     import torch
 
-    from skyrl_train.config.schema import ModelConfig
-    from skyrl_train.model.causal_lm import load_causal_lm
-    from skyrl_train.weight_sync.parts import SentWeights, pack_part
+    from skyrl_train.config.models import ModelConfig
+    from skyrl_train.model import load_causal_lm
+    from skyrl_train.weight_sync import SentWeights, pack_part
     from skyrl_train.weights import Bucket, Piece
 
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def measure(rate: float, dtype: str, steps: int, tolerance: float) -> tuple[floa
 
 def learn(folder: Path, steps: int, tolerance: float) -> float:
     """Trains where no run is yet; the accuracy after the last step. Raises CalledProcessError, TimeoutExpired."""
-    from skyrl_train.telemetry.metrics_log import read_metrics
+    from skyrl_train.telemetry import read_metrics
 
     words = [
         *(sys.executable, "-m", "skyrl_train.main", "+experiment=gsm8k_multiturn", "platform=cpu"),
@@ -109,7 +109,7 @@ def learn(folder: Path, steps: int, tolerance: float) -> float:
 
 def send_changes(route: Route, buckets: Sequence[Bucket]) -> int:
     """A transport that brings an engine of this process what changed by more than the tolerance."""
-    from skyrl_train.weight_sync.receiver import UpdatableEngine
+    from skyrl_train.weight_sync import UpdatableEngine
     from skyrl_train.weights import WeightSender
 
     senders = route.kept.setdefault("senders", route.senders)  # which know what was sent last

@@ -48,13 +48,12 @@ def run_rank(rank: int, folder: str, dtype: str, rounds: int) -> None:
     import torch
     import torch.distributed as dist  # noqa: TID251 - what is measured
 
-    from skyrl_train.config.schema import ModelConfig
-    from skyrl_train.distributed.process_group import join, leave
-    from skyrl_train.distributed.strategy import Sharded
+    from skyrl_train.config.models import ModelConfig
+    from skyrl_train.distributed import Sharded, join, leave
     from skyrl_train.endpoints import LocalEndpoint, Rendezvous
-    from skyrl_train.model.causal_lm import load_causal_lm
-    from skyrl_train.model.torch_versions import ALL_GATHER
-    from skyrl_train.weight_sync.sender import RankSender
+    from skyrl_train.model import load_causal_lm
+    from skyrl_train.model.parallel import ALL_GATHER
+    from skyrl_train.weight_sync import RankSender
     from skyrl_train.weights import Bucket, ModelWeights, Update, WeightSender, pack_bucket
 
     torch.set_num_threads(1)

@@ -34,18 +34,16 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import (
-    Config,
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.models import (
+    GeneratorConfig,
     ModelConfig,
     PlacementConfig,
     PlatformConfig,
     StrategyConfig,
-    TrainerConfig,
+    VLLMConfig,
 )
-from skyrl_train.config.validate import run_rules
-from skyrl_train.config.validate_engines import ENGINE_RULES
-from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
+from skyrl_train.config.rules import ENGINE_PLACEMENT_RULES, ENGINE_RULES, PLACEMENT_RULES, run_rules
 
 VOCABULARY = 4096
 _WIDTHS = {4: 128, 100: 640, 500: 1280, 3000: 2048, 15000: 3584}
@@ -117,9 +115,9 @@ def _count_gpus() -> int:
 
 def measure(config: Config, *, syncs: int) -> list[dict[str, Any]]:
     """The records of so many syncs, in order."""
-    from skyrl_train.config.learners import run_models
-    from skyrl_train.plan.dry_run import plan_batches
-    from skyrl_train.runs.build import build_host, build_learners
+    from skyrl_train.config.derived import run_models
+    from skyrl_train.plan import plan_batches
+    from skyrl_train.runs.construction import build_host, build_learners
 
     output = Path(config.output_dir)
     output.mkdir()
@@ -177,15 +175,14 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> s
     """Return a row of the table: a model of so many megabytes of float32 that travels in `dtype` from so many ranks."""
     import torch
 
-    from skyrl_train.flat_bytes import Memory
-    from skyrl_train.weight_sync.parts import Arrivals, Entry, pack_part
-    from skyrl_train.weights import Bucket, Piece, bucket_names, copied, size_of
+    from skyrl_train.weight_sync import Arrivals, Entry, pack_part
+    from skyrl_train.weights import Bucket, Memory, Piece, bucket_names, copied, size_of
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), megabytes)
-        from skyrl_train.model.causal_lm import load_causal_lm
+        from skyrl_train.model import load_causal_lm
 
         parameters = {
             name: each.detach() for name, each in load_causal_lm(ModelConfig(path=folder), "cpu").named_parameters()

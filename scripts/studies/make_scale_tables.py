@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/scale.md`, by the arithmetic of `skyrl_train/plan/scale.py` and simulated schedules.
+"""Writes the tables of `docs/scale.md`, by the arithmetic of `skyrl_train/plan/forms/scale.py` and simulated schedules.
 
     python -m scripts.studies.make_scale_tables             # all tables, into the page
     python -m scripts.studies.make_scale_tables --print     # to the terminal
@@ -28,10 +28,20 @@ from scripts.studies.simulated_runs import (
     stated_lengths,
 )
 from scripts.studies.simulation import LearnerRates, Schedule, Simulated, simulate
-from skyrl_train.config.micro_batching import MicroBatchConfig
-from skyrl_train.config.placement import StrategyConfig
-from skyrl_train.plan.forms import StepWork, allocations, micro_batch_sizes, rank_forms
-from skyrl_train.plan.scale import Device, ScaledModel, Update, Work, devices_per_engine, engine_rates
+from skyrl_train.config.algorithm import MicroBatchConfig
+from skyrl_train.config.models import StrategyConfig
+from skyrl_train.plan.forms import (
+    Device,
+    ScaledModel,
+    StepWork,
+    Update,
+    Work,
+    allocations,
+    devices_per_engine,
+    engine_rates,
+    micro_batch_sizes,
+    rank_forms,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 MODELS = ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")

@@ -48,9 +48,9 @@ from scripts.studies.simulated_runs import (
     run_rates,
 )
 from scripts.studies.simulation import LearnerRates, Schedule, Simulated, simulate
-from skyrl_train.plan.scale import EngineRates
-from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.plan.forms import EngineRates
+from skyrl_train.runs import train
+from skyrl_train.telemetry import read_metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 import asynchronous

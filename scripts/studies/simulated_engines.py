@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from skyrl_train.plan.scale import EngineRates
+from skyrl_train.plan.forms import EngineRates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,10 @@ from scripts.studies.simulated_engines import (
 )
 from scripts.studies.simulation import LearnerRates, SimulatedGroup
 from skyrl_train.errors import DataError
-from skyrl_train.plan.scale import EngineRates
-from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.metrics_log import phase_seconds, read_metrics
-from skyrl_train.telemetry.rollout_store import read_rollouts
-from skyrl_train.telemetry.timeline import read_timeline
+from skyrl_train.plan.forms import EngineRates
+from skyrl_train.system import derive_seed
+from skyrl_train.telemetry import phase_seconds, read_metrics
+from skyrl_train.telemetry.records import read_rollouts, read_timeline
 from skyrl_train.types import RolloutBatch, Trajectory
 
 Turns = tuple[tuple[int, int, int], ...]

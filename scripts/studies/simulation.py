@@ -1,7 +1,8 @@
 """What a schedule of rollouts and updates takes: engines, environments and a learner, event by event. No torch.
 
     learner     takes a batch --> update --> sync --> takes the next
-    groups      begin as `rollout/admission.py` admits them (serially: a batch's worth at each step), end with their last
+    groups      begin as `rollout/admission.py` admits them (serially: a batch's worth at each step), end with
+    their last
                 sample
     a sample    asks an engine, waits for its environment, asks again
 
@@ -26,8 +27,8 @@ from scripts.studies.simulated_engines import (
     SimulatedTurn,
     WaveEngine,
 )
-from skyrl_train.plan.scale import EngineRates
-from skyrl_train.rollout.admission import Admission, AdmissionSettings, Settled
+from skyrl_train.plan.forms import EngineRates
+from skyrl_train.rollout import Admission, AdmissionSettings, Settled
 
 _ASKED = 16
 """Engines that a new group may go to: asking all of hundreds would take longer than all else."""

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.groups import Scores, score
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
+from skyrl_train.algorithms.losses.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.sequences import actions_of, discounted_suffix_sum, next_in_segment
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS
 from skyrl_train.errors import BatchError
+from skyrl_train.parts import ADVANTAGE_ESTIMATORS
 
 __all__ = ["ADVANTAGE_ESTIMATORS", "AdvantageEstimator", "AdvantageInputs", "AdvantageOutput"]
 

@@ -12,12 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.groups import Scores, score, sum_by
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
+from skyrl_train.algorithms.losses.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.sequences import actions_of, discounted_suffix_sum, position_in_segment
-from skyrl_train.batch.reduce import rounding_tolerance
-from skyrl_train.batch.training_batch import TrainingInputBatch, component_column
+from skyrl_train.batch import TrainingInputBatch, component_column, rounding_tolerance
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_greedy_sample
 from skyrl_train.errors import BatchError
 from skyrl_train.types import Failure, Outcome, RolloutBatch, Trajectory

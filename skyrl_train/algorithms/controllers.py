@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.batch.reduce import masked_mean, require_bool, require_float
+from skyrl_train.algorithms.losses.kl import token_kl
+from skyrl_train.batch import masked_mean, require_bool, require_float
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError, NonFiniteError
 

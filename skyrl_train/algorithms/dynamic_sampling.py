@@ -12,10 +12,9 @@ from typing import Any
 
 from skyrl_train.algorithms.filters import differing_prompts
 from skyrl_train.config.algorithm import FilterConfig
-from skyrl_train.errors import CheckpointError, DataError
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
+from skyrl_train.errors import CheckpointError, DataError, counted
+from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
-from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 sampling/batches | count | Batches of prompts that were sampled for the step. | with `filters.dynamic_sampling` | verl

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
-from skyrl_train.algorithms.checks import check_advantage_output, needed, require_finite
 from skyrl_train.algorithms.inputs import AdvantageInputs
-from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.batch.boundaries import token_positions
-from skyrl_train.batch.minibatch import tokens_with_loss
-from skyrl_train.batch.reduce import whiten
-from skyrl_train.batch.training_batch import TrainingInputBatch, component_column
+from skyrl_train.algorithms.losses.checks import check_advantage_output, needed, require_finite
+from skyrl_train.algorithms.losses.kl import token_kl
+from skyrl_train.batch import TrainingInputBatch, component_column, token_positions, whiten
+from skyrl_train.batch.steps import tokens_with_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads, starts_at_rollout
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import part_name

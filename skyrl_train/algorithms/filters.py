@@ -15,13 +15,12 @@ from torch import Tensor
 
 from skyrl_train.algorithms.estimate import advantage_inputs, groups_of_whole_prompts
 from skyrl_train.algorithms.groups import score
-from skyrl_train.batch.reduce import rounding_tolerance
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch, rounding_tolerance
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
-from skyrl_train.config.parts import ROLLOUT_FILTERS
 from skyrl_train.errors import BatchError
+from skyrl_train.parts import ROLLOUT_FILTERS
 from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.seeding import derive_seed
+from skyrl_train.system import derive_seed
 from skyrl_train.types import Outcome, RolloutBatch, StopReason, Trajectory, Turn
 
 

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import check_advantage_inputs
 from skyrl_train.algorithms.inputs import AdvantageInputs
+from skyrl_train.algorithms.losses.checks import check_advantage_inputs
 from skyrl_train.algorithms.sequences import discounted_suffix_sum, ordered_rows, position_in_segment
-from skyrl_train.batch.reduce import rounding_tolerance
+from skyrl_train.batch import rounding_tolerance
 
 
 @dataclass(frozen=True, kw_only=True)

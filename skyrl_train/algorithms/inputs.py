@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skyrl_train.telemetry.metrics import Metric
+from skyrl_train.telemetry import Metric
 
 
 @dataclass(frozen=True, kw_only=True)

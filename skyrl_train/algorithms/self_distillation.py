@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
 from skyrl_train.errors import BatchError
 from skyrl_train.types import RolloutBatch, Trajectory
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import describe_row
 from skyrl_train.algorithms.inputs import AdvantageInputs
+from skyrl_train.algorithms.losses.checks import describe_row
 from skyrl_train.errors import BatchError
 
 

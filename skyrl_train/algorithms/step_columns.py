@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import sequence_weights, with_proximal
-from skyrl_train.algorithms.ratios import Turns, sequences_of_flat
-from skyrl_train.algorithms.sequence_losses import statistic_of
-from skyrl_train.batch.minibatch import tokens_with_loss
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.algorithms.losses.policy import sequence_weights, with_proximal
+from skyrl_train.algorithms.losses.ratios import Turns, sequences_of_flat
+from skyrl_train.algorithms.losses.sequence import statistic_of
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import tokens_with_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, reads_whole_step
-from skyrl_train.telemetry.metrics import Mean, Metric, StepMetrics
+from skyrl_train.telemetry import Mean, Metric, StepMetrics
 
 DECLARED_METRICS = """
 policy/entropy_threshold | nats | Entropy from which a token is trained on. | with `entropy_quantile`

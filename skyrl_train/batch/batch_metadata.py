@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from skyrl_train.images import ImageSpans
+
+Rows = NDArray[np.int64]
+"""Row numbers, or the rows' lengths."""
+
+DUMMY_ROW_LENGTH = 2
+"""Tokens of a dummy row: one of context and one after it, the shortest row that a model can score."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.errors import BatchError
-from skyrl_train.wording import counted
+from skyrl_train.errors import BatchError, counted
 
 
 def compute_prompt_end_indices(uids: Sequence[str]) -> list[int]:

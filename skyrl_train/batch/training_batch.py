@@ -17,10 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, padded_metadata
 from skyrl_train.batch.batch_metadata import BatchMetadata as BatchMetadata
-from skyrl_train.batch.batch_metadata import padded_metadata
 from skyrl_train.batch.boundaries import moved, offsets_of, padding_of, token_positions
-from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean
 

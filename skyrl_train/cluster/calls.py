@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ActorError, ActorLostError, CollectiveError, EngineDeadError, SkyrlTrainError
-from skyrl_train.telemetry.stacks import of_run
+from skyrl_train.telemetry.logs import of_run
 
 HEALTH = "health"
 """The concurrency group in which every actor answers `ping`."""

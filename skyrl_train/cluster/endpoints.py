@@ -21,7 +21,7 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.weights import Bucket
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import PlacementConfig
+    from skyrl_train.config.models import PlacementConfig
 
 W = TypeVar("W")
 K = TypeVar("K")

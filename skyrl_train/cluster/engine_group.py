@@ -27,18 +27,16 @@ from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.errors import ActorLostError, DeadlineError, EngineDeadError, EngineError
-from skyrl_train.inference.request_gate import RequestGate
-from skyrl_train.inference.routing import Paces, PrefixRouter, ServedTokens
+from skyrl_train.inference import Paces, PrefixRouter, RequestGate, ServedTokens
 from skyrl_train.types import GenerationOutput, GenerationRequest
-from skyrl_train.weight_sync.receiver import UpdatableEngine
+from skyrl_train.weight_sync import UpdatableEngine
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import PlacementConfig
+    from skyrl_train.config.models import PlacementConfig
     from skyrl_train.endpoints import Endpoint, Pending, Phase
-    from skyrl_train.inference.settings import EngineSettings
+    from skyrl_train.inference import EngineSettings
     from skyrl_train.registry import PartSpec
-    from skyrl_train.weight_sync.device_sharing import DeviceSharing
-    from skyrl_train.weight_sync.transport import WeightSync
+    from skyrl_train.weight_sync import DeviceSharing, WeightSync
 
 _MAX_LEAD = 32
 """Requests that an engine may have in flight beyond the least busy one before prefixes stop to count."""

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.cluster.images import Sent, arrived
-from skyrl_train.config.parts import ENGINES
+from skyrl_train.parts import ENGINES
 from skyrl_train.registry import PartSpec
-from skyrl_train.telemetry import stacks
+from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import GenerationOutput, GenerationRequest
-from skyrl_train.weight_sync.receiver import UpdatableEngine, updatable
+from skyrl_train.weight_sync import UpdatableEngine, updatable
 
 if TYPE_CHECKING:
-    from skyrl_train.inference.settings import EngineSettings
+    from skyrl_train.inference import EngineSettings
 
 _LOOK_EVERY_S = 0.2
 
@@ -93,7 +93,7 @@ class EngineWorker:
             self._running[request_id].cancel()
 
     def _load(self) -> None:
-        from skyrl_train.model.causal_lm import load_tokenizer
+        from skyrl_train.model import load_tokenizer
 
         self._engine = updatable(ENGINES.resolve(self._backend)(self._settings, load_tokenizer(self._settings.model)))
         self._served.add(UpdatableEngine, self._engine)

@@ -1,7 +1,7 @@
 """Worker processes of environments on the nodes of a Ray cluster.
 
 One actor on each node has the same supervisor and workers as a run without Ray has on its own machine
-(`rollout/env_local.py`), so that it survives whatever an environment does. What environments answer passes through Ray as
+(`rollout/hosts/local.py`), so that it survives whatever an environment does. What environments answer passes through Ray as
 text, and is read where the run is.
 """
 
@@ -19,11 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_train.cluster.calls import Answer, reason_of
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.rollout.env_boundary import MAX_WORKERS, Request
-from skyrl_train.rollout.env_connection import LocalWorker, parse
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import Imported, WorkerEnded
-from skyrl_train.telemetry import stacks
+from skyrl_train.rollout.boundary import MAX_WORKERS, Request
+from skyrl_train.rollout.hosts import Imported, LocalWorker, LocalWorkers, WorkerEnded, WorkerSettings, parse
+from skyrl_train.telemetry.logs import stacks
 
 _GRACE_S = 15.0
 """An actor answers within the deadline of a call: how much later its answer may arrive."""

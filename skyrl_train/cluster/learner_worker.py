@@ -17,28 +17,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch.steps import LossDenominators, MiniBatch
 from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.cluster.images import Sent, SentImages, arrived
-from skyrl_train.distributed.process_group import is_broken_collective, join
+from skyrl_train.distributed import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import CollectiveError, SaveError, SkyrlTrainError
 from skyrl_train.interfaces import HeldState
-from skyrl_train.telemetry import stacks
-from skyrl_train.telemetry.files import FileSums
-from skyrl_train.telemetry.metrics import StepMetrics
+from skyrl_train.system.files import FileSums
+from skyrl_train.telemetry import StepMetrics
+from skyrl_train.telemetry.logs import stacks
 from skyrl_train.weights import Bucket, WeightSender, tensors_of
 
 if TYPE_CHECKING:
-    from skyrl_train.batch.cost import CostModel
-    from skyrl_train.config.learners import LearnerSettings
-    from skyrl_train.config.rules import LayoutChoice
-    from skyrl_train.learner.critic import CriticLearner
-    from skyrl_train.learner.policy import PolicyLearner
-    from skyrl_train.memory.report import SizingReport
-    from skyrl_train.memory.sizing import SizingLimits
+    from skyrl_train.batch.layouts import CostModel
+    from skyrl_train.config.derived import LearnerSettings
+    from skyrl_train.config.fields import LayoutChoice
+    from skyrl_train.learner import CriticLearner, PolicyLearner
+    from skyrl_train.learner.memory import SizingLimits, SizingReport
 
 Scores = NDArray[np.float32]
 """float `[tokens of the rows]`."""
@@ -127,7 +125,7 @@ class LearnerRank:
 
     def size_micro_batches(self, limits: SizingLimits, stored: Sequence[SizingReport]) -> SizingReport:
         """Find what fits, together with the other ranks; `stored` are the reports of an earlier run, by rank."""
-        from skyrl_train.memory.sizing import make_meter, size_micro_batches
+        from skyrl_train.learner.memory import make_meter, size_micro_batches
 
         engine = self._learner.engine
         own = stored[engine.strategy.rank] if len(stored) == engine.strategy.num_ranks else None
@@ -168,14 +166,14 @@ class LearnerRank:
 
     def take_bucket(self, bucket: Bucket) -> int:
         """Replace the parameters that are in the bucket, and return how many they are."""
-        from skyrl_train.learner.state import take_weights
+        from skyrl_train.learner import take_weights
 
         engine = self._learner.engine
         engine.offloader.require(optimizer=False)
         return take_weights(engine.model, engine.parameters, tensors_of(bucket), role=self._role)
 
     def _policy(self) -> PolicyLearner:
-        from skyrl_train.learner.policy import PolicyLearner
+        from skyrl_train.learner import PolicyLearner
 
         if not isinstance(self._learner, PolicyLearner):
             raise SkyrlTrainError(f"the {self._role} model has no log-probabilities")
@@ -225,8 +223,8 @@ class LearnerWorker:
 
     def start(self, rendezvous: Rendezvous) -> tuple[LayoutChoice, CostModel]:
         """Meet the other ranks and load the model. Return the layout that is exact for it, and what its rows cost."""
-        from skyrl_train.learner.build import build_learner, build_strategy
-        from skyrl_train.model.numerics import set_numerics
+        from skyrl_train.learner import build_learner, build_strategy
+        from skyrl_train.model.layers import set_numerics
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         set_numerics(deterministic=self._settings.deterministic)

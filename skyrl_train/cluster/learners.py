@@ -15,30 +15,28 @@ import ray
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.cost import CostModel
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.stage import Together, computed_together, stage
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import CostModel
+from skyrl_train.batch.steps import MiniBatch, Together, computed_together, stage
 from skyrl_train.cluster.calls import HEALTH, SAVES, RemoteActor
 from skyrl_train.cluster.endpoints import ActorGroup, stored
 from skyrl_train.cluster.images import SentImages
 from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, Scores, Shipped, pack
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
-from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.learners import LearnerSettings
-from skyrl_train.config.placement import PlacementConfig
+from skyrl_train.config.derived import LearnerSettings
+from skyrl_train.config.models import PlacementConfig
+from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.endpoints import Endpoint, Phase, Rendezvous, meeting_point
 from skyrl_train.errors import ConfigError, ModelError, SaveError, SkyrlTrainError, Violation
 from skyrl_train.interfaces import HeldState
-from skyrl_train.telemetry.files import FileSums
-from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.system.files import FileSums
+from skyrl_train.telemetry import StepMetrics, merge_metrics
+from skyrl_train.weight_sync import DeviceSharing
 from skyrl_train.weights import ModelWeights, WeightSender
 
 if TYPE_CHECKING:
-    from skyrl_train.memory.report import SizingReport
-    from skyrl_train.memory.sizing import SizingLimits
+    from skyrl_train.learner.memory import SizingLimits, SizingReport
 
 R = TypeVar("R")
 

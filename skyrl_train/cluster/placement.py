@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.bundles import Bundle, Layout, missing_room
+from skyrl_train.config.placement import Bundle, Layout, missing_room
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
 
 _SHARED_GPU = 0.2

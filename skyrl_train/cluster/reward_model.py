@@ -14,8 +14,8 @@ from skyrl_train.cluster.calls import Answer, reason_of
 from skyrl_train.cluster.endpoints import answer_of
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.errors import ActorLostError
-from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer
-from skyrl_train.telemetry import stacks
+from skyrl_train.model.files import ScorerSettings, SequenceScorer
+from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import ChatMessage
 
 logger = logging.getLogger(__name__)

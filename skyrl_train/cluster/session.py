@@ -28,10 +28,9 @@ import ray._private.authentication.authentication_token_setup as authentication
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.images import SentImages
-from skyrl_train.config.schema import PlacementConfig
+from skyrl_train.config.models import PlacementConfig
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
-from skyrl_train.telemetry import stacks
-from skyrl_train.telemetry.redaction import is_secret_name
+from skyrl_train.telemetry.logs import is_secret_name, stacks
 
 T = TypeVar("T")
 

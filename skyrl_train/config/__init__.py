@@ -1,0 +1,57 @@
+"""The schema: the whole configuration of an RL run and of an SFT run, as dataclasses."""
+
+from skyrl_train.config.docs import reference
+from skyrl_train.config.schema import (
+    AlertsConfig,
+    Config,
+    ConsoleConfig,
+    LoopConfig,
+    MlflowConfig,
+    PlanConfig,
+    PrometheusConfig,
+    RolloutsConfig,
+    RunConfig,
+    TensorboardConfig,
+    TrackerConfig,
+    TrackioConfig,
+    TrainerConfig,
+    WandbConfig,
+)
+from skyrl_train.config.sft import (
+    SFT_RULES,
+    AnyConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    layout_of_run,
+    sft_layout,
+    sft_learner_settings,
+    validate_sft,
+)
+
+__all__ = [
+    "SFT_RULES",
+    "AlertsConfig",
+    "AnyConfig",
+    "Config",
+    "ConsoleConfig",
+    "LoopConfig",
+    "MlflowConfig",
+    "PlanConfig",
+    "PrometheusConfig",
+    "RolloutsConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "TensorboardConfig",
+    "TrackerConfig",
+    "TrackioConfig",
+    "TrainerConfig",
+    "WandbConfig",
+    "layout_of_run",
+    "reference",
+    "sft_layout",
+    "sft_learner_settings",
+    "validate_sft",
+]

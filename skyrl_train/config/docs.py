@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from skyrl_train.config.fields import SchemaField, fact, is_optional, seam_of, strip, walk
-from skyrl_train.config.load import as_typed
-from skyrl_train.config.rules import ForksWhere, Interchangeable, Range
+from skyrl_train.config.door.load import as_typed
+from skyrl_train.config.fields.facts import ForksWhere, Interchangeable, Range
+from skyrl_train.config.fields.fields import SchemaField, fact, is_optional, seam_of, strip, walk
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 

@@ -1,11 +1,11 @@
 """The configuration: one frozen dataclass per group under `conf/`, a docstring under each field.
 
 Types carry their rules: `Literal` lists the choices, `Annotated[int, Range(1)]` the bounds, and `Forks[...]`, or another
-class of `config/rules.py`, whether a run may go on from a checkpoint with another value. `config/load.py` turns a composed
-Hydra config into these classes and reports every violation at once; rules between fields live in
-`config/validate.py`. The sections that groups of `conf/` choose have files of their own, imported here.
-`docs/configuration.md` is generated from all of them. The defaults here are those of `conf/`;
-a test keeps the two equal.
+class of `config/fields/facts.py`, whether a run may go on from a checkpoint with another value. `config/door/load.py`
+turns a composed Hydra config into these classes and reports every violation at once; rules between fields live in
+`config/rules/validate.py`. The sections that groups of `conf/` choose have files of their own, imported here.
+`docs/configuration.md` is generated from all of them. The defaults here are those of `conf/`; a test keeps the two
+equal.
 """
 
 from __future__ import annotations
@@ -13,24 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from skyrl_train.config.algorithm import AlgorithmConfig, starts_at_rollout
-from skyrl_train.config.data import DataConfig as DataConfig
-from skyrl_train.config.data import EnvironmentConfig as EnvironmentConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.micro_batching import MicroBatchConfig
-from skyrl_train.config.models import CriticConfig as CriticConfig
-from skyrl_train.config.models import CriticModelConfig as CriticModelConfig
-from skyrl_train.config.models import LoraConfig as LoraConfig
-from skyrl_train.config.models import ModelConfig as ModelConfig
-from skyrl_train.config.models import OptimizerConfig as OptimizerConfig
-from skyrl_train.config.models import PolicyConfig as PolicyConfig
-from skyrl_train.config.models import ReferenceConfig as ReferenceConfig
-from skyrl_train.config.models import ReferenceModelConfig as ReferenceModelConfig
-from skyrl_train.config.parts import ALERTS, BATCH_RULES, CALLBACKS, METRICS, TRACKERS
-from skyrl_train.config.placement import PlacementConfig as PlacementConfig
-from skyrl_train.config.placement import PlatformConfig as PlatformConfig
-from skyrl_train.config.placement import StrategyConfig as StrategyConfig
-from skyrl_train.config.rules import (
+from skyrl_train.config.algorithm.micro_batching import MicroBatchConfig
+from skyrl_train.config.algorithm.settings import AlgorithmConfig, starts_at_rollout
+from skyrl_train.config.data.sources import DataConfig as DataConfig
+from skyrl_train.config.data.sources import EnvironmentConfig as EnvironmentConfig
+from skyrl_train.config.fields.facts import (
     BatchSize,
     CutsRows,
     EndsSchedule,
@@ -45,6 +32,19 @@ from skyrl_train.config.rules import (
     ReadWith,
     StandsFor,
 )
+from skyrl_train.config.models.engines import GeneratorConfig
+from skyrl_train.config.models.models import CriticConfig as CriticConfig
+from skyrl_train.config.models.models import CriticModelConfig as CriticModelConfig
+from skyrl_train.config.models.models import LoraConfig as LoraConfig
+from skyrl_train.config.models.models import ModelConfig as ModelConfig
+from skyrl_train.config.models.models import OptimizerConfig as OptimizerConfig
+from skyrl_train.config.models.models import PolicyConfig as PolicyConfig
+from skyrl_train.config.models.models import ReferenceConfig as ReferenceConfig
+from skyrl_train.config.models.models import ReferenceModelConfig as ReferenceModelConfig
+from skyrl_train.config.models.placement import PlacementConfig as PlacementConfig
+from skyrl_train.config.models.placement import PlatformConfig as PlatformConfig
+from skyrl_train.config.models.placement import StrategyConfig as StrategyConfig
+from skyrl_train.parts import ALERTS, BATCH_RULES, CALLBACKS, METRICS, TRACKERS
 from skyrl_train.registry import PartSpec
 
 

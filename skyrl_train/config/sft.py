@@ -12,16 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.bundles import Layout, plan_layout
-from skyrl_train.config.data import ImagesConfig, held_out_sources
-from skyrl_train.config.fields import Rule
-from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, micro_batch_settings
-from skyrl_train.config.parts import DATA_READERS, MICRO_BATCH_STRATEGIES
-from skyrl_train.config.placement import PlacementConfig, StrategyConfig
-from skyrl_train.config.rules import (
+from skyrl_train.config.algorithm.settings import AlgorithmConfig
+from skyrl_train.config.data.sources import ImagesConfig, held_out_sources
+from skyrl_train.config.derived.learners import LearnerSettings, ScheduleLength, layout_of, micro_batch_settings
+from skyrl_train.config.fields.facts import (
     BatchSize,
     CutsRows,
     EndsSchedule,
@@ -34,10 +28,16 @@ from skyrl_train.config.rules import (
     Range,
     Seconds,
 )
+from skyrl_train.config.fields.fields import Rule
+from skyrl_train.config.models.engines import SamplingConfig
+from skyrl_train.config.models.placement import PlacementConfig, StrategyConfig
+from skyrl_train.config.placement.bundles import Layout, plan_layout
+from skyrl_train.config.rules.batch_rules import data_parallel_size
+from skyrl_train.config.rules.validate import SHARED_RULES, part_violations, run_rules, steps_at_micro_batches
+from skyrl_train.config.rules.validate_models import betas_violations
 from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, RunConfig
-from skyrl_train.config.validate import SHARED_RULES, part_violations, run_rules, steps_at_micro_batches
-from skyrl_train.config.validate_models import betas_violations
 from skyrl_train.errors import Violation
+from skyrl_train.parts import DATA_READERS, MICRO_BATCH_STRATEGIES
 from skyrl_train.registry import PartSpec
 
 Weight = Annotated[float, Range(0.0)]
@@ -191,7 +191,7 @@ def layout_of_run(config: AnyConfig) -> Layout:
 
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """Every rule between fields that does not hold; `refused` as in `validate_config`."""
-    return [*run_rules(config, (*SHARED_RULES, *_RULES), refused), *part_violations(config, refused)]
+    return [*run_rules(config, (*SHARED_RULES, *SFT_RULES), refused), *part_violations(config, refused)]
 
 
 def _sources(data: SFTDataConfig) -> Iterator[Violation]:
@@ -291,7 +291,7 @@ def _no_engines(placement: PlacementConfig) -> Iterator[Violation]:
         yield Violation.of("placement.inference_num_nodes", placement.inference_num_nodes, rule, remedy)
 
 
-_RULES: tuple[Rule, ...] = (
+SFT_RULES: tuple[Rule, ...] = (
     _betas,
     _steps_of_documents,
     _ranks,

@@ -13,7 +13,7 @@ from typing import Any
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError
 from skyrl_train.registry import did_you_mean
-from skyrl_train.telemetry.json_text import parse_json, shown
+from skyrl_train.system.files import parse_json, shown
 from skyrl_train.types import ChatMessage
 
 PROMPT = "prompt"

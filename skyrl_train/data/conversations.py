@@ -18,7 +18,7 @@ from typing import Any, Literal
 from skyrl_train.data.columns import chat_messages, look_up, names_of, tools_of
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.json_text import json_problem, shown
+from skyrl_train.system.files import json_problem, shown
 from skyrl_train.types import ChatMessage
 
 Format = Literal["auto", "chat", "prompt_completion", "alpaca", "text"]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.config.data import CurriculumConfig
-from skyrl_train.seeding import derive_seed
+from skyrl_train.system import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch
 
 DECLARED_METRICS = """

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.data.async_collator import AsyncBatchCollator
-from skyrl_train.data.collate import Collator
-from skyrl_train.data.step_stream import StepExamples, StepStream
-from skyrl_train.data.token_store import ExampleSet
+from skyrl_train.batch.steps import MiniBatch
+from skyrl_train.data.sft.async_collator import AsyncBatchCollator
+from skyrl_train.data.sft.collate import Collator
+from skyrl_train.data.sft.step_stream import StepExamples, StepStream
+from skyrl_train.data.sft.token_store import ExampleSet
 
 T = TypeVar("T")
 

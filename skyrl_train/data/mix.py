@@ -13,11 +13,10 @@ import heapq
 from collections.abc import Sequence
 
 from skyrl_train.data.prompts import PromptSource
-from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.errors import ConfigError, Violation, counted
 from skyrl_train.registry import PartSpec
-from skyrl_train.seeding import derive_seed
+from skyrl_train.system import derive_seed
 from skyrl_train.types import Prompt
-from skyrl_train.wording import counted
 
 
 class MixedSource:

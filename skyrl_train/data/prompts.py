@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any, Literal
 
 from skyrl_train.config.data import ImagesConfig
-from skyrl_train.config.parts import PROMPT_ORDERS, ROW_FORMATS
 from skyrl_train.data.columns import (
     PromptColumns,
     answer_columns,
@@ -21,14 +20,14 @@ from skyrl_train.data.columns import (
     prompt_column,
     tools_of,
 )
-from skyrl_train.data.images import with_references
 from skyrl_train.data.rows import BY_NAME, Row, find_sources, read_rows
-from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.data.sources.images import with_references
+from skyrl_train.errors import ConfigError, DataError, Violation, counted
+from skyrl_train.parts import PROMPT_ORDERS, ROW_FORMATS
 from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.json_text import json_problem, shown
+from skyrl_train.system import derive_seed
+from skyrl_train.system.files import json_problem, shown
 from skyrl_train.types import ChatMessage, Prompt
-from skyrl_train.wording import counted
 
 GSM8K_INSTRUCTION = "Think step by step, and end with the answer on a line of its own, written as `#### ANSWER`."
 GSM8K_HUB = "openai/gsm8k/main"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.parts import DATA_READERS
 from skyrl_train.errors import DataError
 from skyrl_train.objects import MEMORY
+from skyrl_train.parts import DATA_READERS
 from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.telemetry.json_text import parse_json
+from skyrl_train.system.files import parse_json
 
 BUILTIN = "builtin:"
 BY_NAME = "by_name"
@@ -158,7 +158,7 @@ def _holds_rows(file: Path) -> bool:
 
 def _find_builtin(spec: str) -> Source:
     name = spec[len(BUILTIN) :]
-    assets = Path(str(importlib.resources.files("skyrl_train.assets")))
+    assets = Path(str(importlib.resources.files("skyrl_train.data.assets")))
     path = assets / f"{name}.jsonl"
     if not path.is_file():
         known = sorted(file.relative_to(assets).with_suffix("").as_posix() for file in assets.glob("*/*.jsonl"))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_train.distributed.mesh import RankMesh
-from skyrl_train.model.experts import expert_modules
+from skyrl_train.model.parallel import expert_modules
 
 
 class ExpertGroup:
@@ -42,7 +42,7 @@ class ExpertGroup:
         self.process_group, self.same_group = mesh.group("expert"), mesh.group("same_experts")
         self.size, self.rank = mesh.sizes.expert, mesh.index("expert")
         self.before_collective: Callable[[], None] = lambda: None
-        """Where ranks learn that another left the pass (`memory/oom_consensus.py`)."""
+        """Where ranks learn that another left the pass (`distributed/oom_consensus.py`)."""
 
 
 def divide_experts(

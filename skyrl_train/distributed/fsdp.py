@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
 from skyrl_train.distributed.experts import ExpertGroup, divide_experts
 from skyrl_train.distributed.mesh import RankMesh
+from skyrl_train.distributed.oom_consensus import CountedAllGather, CountedReduceScatter, OomConsensus
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.oom_consensus import CountedAllGather, CountedReduceScatter, OomConsensus
-from skyrl_train.model.experts import expert_modules
-from skyrl_train.model.last_layer import decoder_layers
-from skyrl_train.model.tensor_parallel import TensorGroup, cut_matrices
-from skyrl_train.model.torch_versions import fsdp_groups
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from skyrl_train.model import decoder_layers
+from skyrl_train.model.parallel import TensorGroup, cut_matrices, expert_modules, fsdp_groups
 
 T = TypeVar("T")
 
@@ -43,16 +49,6 @@ def shard_model(
     receives its shards of them, so that only rank 0 has to have read the weights. Collectives of a pass go through
     `consensus`.
     """
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        FSDPModule,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
-    from torch.distributed.tensor import Shard
-
     full: dict[str, Any] = model.state_dict() if dist.get_rank() == 0 else {}
     _require_same_names([name for name, _ in model.named_parameters()])
     options: dict[str, Any] = {
@@ -92,8 +88,6 @@ def gather_ahead(model: PreTrainedModel, count: int) -> None:
     """Has each decoder layer of a sharded model begin to gather the parameters of the next `count` layers, in a backward
     pass of those before it, ahead of what it computes itself. By itself FSDP2 gathers a layer when the host comes to it,
     and one ahead in backward passes: too late where the host waits for the device within each layer."""
-    from torch.distributed.fsdp import FSDPModule
-
     # a layer, then what of it is sharded by itself, in the order in which a forward comes to them
     parts = [[part for part in layer.modules() if isinstance(part, FSDPModule)] for layer in decoder_layers(model)]
     for number, (layer, *_) in enumerate(parts):
@@ -107,8 +101,6 @@ def reshard(model: nn.Module) -> None:
 
     Call it before changing shards of a model that is only scored: no backward pass does it there.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -133,8 +125,6 @@ def whole_gradient_bytes(model: nn.Module, *, expert_ranks: int = 1) -> int:
 
 def hold_whole_gradients(model: nn.Module) -> None:
     """Zeros in place of the gradients that earlier micro-batches of a step left whole."""
-    from torch.distributed.tensor import DTensor
-
     for parameter in _sharded_parameters(model):
         if parameter.sharded_param.requires_grad:
             zeros = torch.zeros(parameter._orig_size, dtype=parameter.sharded_param.dtype, device=parameter.device)
@@ -163,8 +153,6 @@ def gathering(model: nn.Module) -> Callable[[], Iterable[Tensor]]:
 def state_ahead_of_pass(model: nn.Module) -> tuple[tuple[bool, frozenset[torch.dtype]], ...]:
     """Return, of each group of parameters, what the collectives of a pass over it depend on: whether it is whole, so that a
     forward does not gather it, and the types of gradients that earlier passes left whole, in which they are summed."""
-    from torch.distributed.fsdp import FSDPModule
-
     return tuple(
         (
             group.is_unsharded,
@@ -194,8 +182,6 @@ def forget_pass(model: nn.Module) -> None:
 
 def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
     """FSDP2's own objects, one per parameter."""
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in fsdp_groups(module):
@@ -216,8 +202,6 @@ def _compute(self: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: AR
 
 
 def _receive_from_rank_0(model: PreTrainedModel, full: dict[str, Any], *, cpu_offload: bool) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     set_model_state_dict(
         model,
         full,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.model.torch_versions import all_gather
+from skyrl_train.model.parallel import all_gather
 
 _ALIGNMENT = 16
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.config.placement import MeshSizes
+from skyrl_train.config.models import MeshSizes
 from skyrl_train.distributed.process_group import as_default_group
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ class SequenceGroup:
         self.size = size
         self.rank = dist.get_rank(self.process_group)
         self.before_collective: Callable[[], None] = lambda: None
-        """Where ranks learn that another left the pass (`memory/oom_consensus.py`)."""
+        """Where ranks learn that another left the pass (`distributed/oom_consensus.py`)."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange positions for heads, as `PositionGroup` says. Where there are fewer key and value heads than ranks,

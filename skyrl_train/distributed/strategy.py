@@ -16,26 +16,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from skyrl_train.batch.layout import PositionGroup
-from skyrl_train.config.parts import STRATEGIES
-from skyrl_train.config.placement import MeshSizes, StrategyConfig, sums_once_a_step
+from skyrl_train.batch.layouts import PositionGroup
+from skyrl_train.config.models import MeshSizes, StrategyConfig, sums_once_a_step
 from skyrl_train.distributed import collectives
 from skyrl_train.distributed.experts import ExpertGroup, divide_experts
+from skyrl_train.distributed.gather import gather_whole
 from skyrl_train.distributed.mesh import RankMesh
+from skyrl_train.distributed.oom_consensus import OomConsensus
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.errors import ConfigError, RankOutOfMemory, Violation
-from skyrl_train.memory.oom_consensus import OomConsensus
-from skyrl_train.model.tensor_parallel import TensorGroup
+from skyrl_train.model.parallel import TensorGroup
+from skyrl_train.parts import STRATEGIES
 from skyrl_train.registry import part_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 GradientSync = Literal["auto", "step", "micro_batch"]
@@ -116,7 +115,7 @@ class ModelStrategy:
         return ()
 
     def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
-        """Runs passes of `model` of which all ranks finish theirs, or none. See `memory/oom_consensus.py`.
+        """Runs passes of `model` of which all ranks finish theirs, or none. See `distributed/oom_consensus.py`.
 
         Raises RankOutOfMemory on all ranks where memory runs out on one; the model is ready for another pass then.
         """
@@ -139,7 +138,8 @@ class ModelStrategy:
 
     def gather(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
         """Return each tensor whole, in its entry of `dtypes` (None: its own), in which it travels; in as few collectives
-        as there are ways to shard. What asks for all weights asks layer by layer (`model/lora.py: merged_weights`)."""
+        as there are ways to shard. What asks for all weights asks layer by layer (`model/lora/adapter.py:
+        merged_weights`)."""
         return [
             tensor.detach() if dtype is None else tensor.detach().to(dtype) for tensor, dtype in zip(tensors, dtypes)
         ]
@@ -216,8 +216,6 @@ class Replicated(ManyRanks):
 
     def gather(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
         """Return whole tensors, those of a layer's experts gathered together."""
-        from skyrl_train.distributed.gather import gather_whole
-
         return gather_whole(tensors, dtypes)
 
 
@@ -334,8 +332,6 @@ class Sharded(ManyRanks):
 
     def gather(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
         """Return whole tensors, on the device: shards that lie in host memory are moved there first."""
-        from skyrl_train.distributed.gather import gather_whole
-
         return gather_whole(tensors, dtypes, self._device)
 
 

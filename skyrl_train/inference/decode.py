@@ -35,9 +35,8 @@ from skyrl_train.inference.kv_cache import (
 )
 from skyrl_train.inference.prefill import MAX_POSITIONS, KeptPrefixes, prefill
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
-from skyrl_train.rollout.token_stream import Listener
-from skyrl_train.turns import NO_ROUTING, routing_column
-from skyrl_train.types import GenerationRequest, StopReason, VersionRun
+from skyrl_train.rollout import Listener
+from skyrl_train.types import NO_ROUTING, GenerationRequest, StopReason, VersionRun, routing_column
 
 _RESERVED_NEW_TOKENS = 64
 """Room for new tokens in the first key-value reservation; it grows where responses get longer."""

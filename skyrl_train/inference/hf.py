@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import DeadlineError, EngineError, ModelError
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.grouped_attention import use_grouped_attention
 from skyrl_train.inference.kv_cache import num_attention_layers
 from skyrl_train.inference.settings import EngineSettings
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.model.expert_routing import record_routing
-from skyrl_train.model.numerics import weight_dtype
-from skyrl_train.rollout.token_stream import listener
-from skyrl_train.telemetry.activity import TellsWhenBusy
-from skyrl_train.threads import WorkerThread
+from skyrl_train.model import load_causal_lm
+from skyrl_train.model.layers import weight_dtype
+from skyrl_train.model.parallel import record_routing
+from skyrl_train.rollout import listener
+from skyrl_train.system import WorkerThread
+from skyrl_train.telemetry import TellsWhenBusy
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
-from skyrl_train.weight_sync.rounding import Rounding, rounded
+from skyrl_train.weight_sync import Rounding, rounded
 
 CLOSE_TIMEOUT_S = 30.0
 """For the batch that is being generated when the engine is closed."""
@@ -263,7 +263,7 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
+def build_hf_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
     """Raises ModelError."""
     model = load_for_engine(settings.model, settings.device)
     if settings.records_routing:

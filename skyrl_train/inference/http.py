@@ -3,7 +3,7 @@
 Start the server with the trainer's weight-transfer backend, so that it takes new weights (docs/distributed.md):
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --host 127.0.0.1 \\
-        --worker-extension-cls skyrl_train.inference.vllm_worker.WorkerExtension \\
+        --worker-extension-cls skyrl_train.inference.vllm.worker.WorkerExtension \\
         --weight-transfer-config '{"backend": "skyrl_train_buckets"}' ...
 """
 
@@ -18,9 +18,9 @@ import httpx
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference import http_images
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
-from skyrl_train.model.vocabulary import vocabulary_size
-from skyrl_train.rollout.checked_engine import check_answer
-from skyrl_train.rollout.http_reply import (
+from skyrl_train.model.files import vocabulary_size
+from skyrl_train.rollout import check_answer
+from skyrl_train.rollout.http import (
     CONNECT_TIMEOUT_S,
     MAX_BODY_BYTES,
     Reply,
@@ -29,13 +29,13 @@ from skyrl_train.rollout.http_reply import (
     client_arguments,
     send,
 )
-from skyrl_train.threads import in_time
+from skyrl_train.system import in_time
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
-from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
+from skyrl_train.weight_sync import Receiver, UpdatableEngine
 from skyrl_train.weights import Bucket
 
 if TYPE_CHECKING:
-    from skyrl_train.config.generation import HTTPConfig
+    from skyrl_train.config.models import HTTPConfig
 
 _MAX_CONNECTIONS = 512
 _BODY_BYTES_PER_TOKEN = 1024
@@ -254,7 +254,7 @@ class HTTPEngine(UpdatableEngine):
         }
 
 
-def build_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:  # noqa: ARG001
+def build_http_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:  # noqa: ARG001
     """Return the engine behind `generator.http`. Raises EngineError where the server does not answer."""
     return HTTPEngine(
         settings.http,

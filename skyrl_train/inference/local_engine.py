@@ -18,8 +18,7 @@ from skyrl_train.endpoints import Endpoint, Pending, Phase
 from skyrl_train.errors import DeadlineError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.types import GenerationOutput, GenerationRequest
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.receiver import UpdatableEngine
+from skyrl_train.weight_sync import DeviceSharing, UpdatableEngine
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from skyrl_train.config.generation import HTTPConfig, VLLMConfig
-from skyrl_train.config.schema import LoraConfig, ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer, resolve_model_path
+from skyrl_train.config.models import HTTPConfig, LoraConfig, ModelConfig, VLLMConfig
+from skyrl_train.model import load_tokenizer, resolve_model_path
 
 
 @dataclass(frozen=True, kw_only=True)

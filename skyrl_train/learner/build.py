@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_train.batch.cost import CostModel
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.config.learners import LearnerSettings
-from skyrl_train.config.placement import PlatformConfig, mesh_sizes
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.distributed.mesh import RankMesh
-from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, SingleProcess, make_strategy
+from skyrl_train.batch.layouts import CostModel
+from skyrl_train.batch.planner import make_micro_batch_strategy
+from skyrl_train.config.derived import LearnerSettings
+from skyrl_train.config.models import ModelConfig, PlatformConfig, mesh_sizes
+from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SequenceGroup, SingleProcess, make_strategy
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.profiling import Profiler
-from skyrl_train.memory.model_sizes import meta_model, read_architecture
-from skyrl_train.model.attention import leave_uncompiled
-from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_tokenizer
-from skyrl_train.model.expert_routing import follow_routing
-from skyrl_train.model.experts import check_experts
-from skyrl_train.model.last_layer import decoder_layers
-from skyrl_train.model.layouts import supported_layout
+from skyrl_train.model import (
+    HEAD,
+    decoder_layers,
+    empty_causal_lm,
+    empty_value_model,
+    load_causal_lm,
+    load_tokenizer,
+    load_value_model,
+    supported_layout,
+)
+from skyrl_train.model.layers import leave_uncompiled, weight_dtype
 from skyrl_train.model.lora import add_adapter
-from skyrl_train.model.numerics import weight_dtype
-from skyrl_train.model.tensor_parallel import check_divisible
-from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model
+from skyrl_train.model.parallel import check_divisible, check_experts, follow_routing
+from skyrl_train.model.sizes import meta_model, read_architecture
 from skyrl_train.model.vision import freeze_vision
-from skyrl_train.seeding import derive_seed
+from skyrl_train.system import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

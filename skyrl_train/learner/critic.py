@@ -9,21 +9,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import check_loss_output
-from skyrl_train.algorithms.critic_losses import ValueLossInputs
-from skyrl_train.algorithms.inputs import PolicyLossOutput
-from skyrl_train.batch.layout import Layout
-from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.algorithms.losses import PolicyLossOutput, ValueLossInputs, check_loss_output
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import Layout
+from skyrl_train.batch.steps import LossDenominators, MiniBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.parts import CRITIC_LOSSES
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
-from skyrl_train.model.export import export_model
-from skyrl_train.model.value_model import token_values
+from skyrl_train.model import token_values
+from skyrl_train.model.files import export_model
+from skyrl_train.parts import CRITIC_LOSSES
 from skyrl_train.registry import part_name
-from skyrl_train.telemetry.metrics import Mean, StepMetrics, later
+from skyrl_train.telemetry import Mean, StepMetrics, later
 
 DECLARED_METRICS = """
 loss/value | | The critic's loss of an optimizer step. | with a critic | verl `critic/vf_loss`; SkyRL

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
-from skyrl_train.batch.schedule import learning_rate, schedule_position
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.parts import OPTIMIZERS
-from skyrl_train.config.schema import OptimizerConfig
-from skyrl_train.distributed.mesh import by_mesh
-from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.planner import MemoryAwareBatchIterator
+from skyrl_train.batch.steps import learning_rate, schedule_position
+from skyrl_train.config.models import OptimizerConfig
+from skyrl_train.distributed import ModelStrategy, SingleProcess, by_mesh
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.learner import state
+from skyrl_train.learner.memory.oom_retry import OomRetry
 from skyrl_train.learner.offload import Offloader
 from skyrl_train.learner.optimizer import (
     allocate_state,
@@ -38,12 +37,12 @@ from skyrl_train.learner.optimizer import (
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.profiling import Profiler
 from skyrl_train.learner.state_files import HostCopy
-from skyrl_train.memory.oom_retry import OomRetry
-from skyrl_train.model.last_layer import narrow_last_layer
-from skyrl_train.model.linear import use_fast_products
+from skyrl_train.model import narrow_last_layer
+from skyrl_train.model.layers import use_fast_products
 from skyrl_train.model.lora import by_layer, has_adapter, merged_weights
-from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
-from skyrl_train.weight_sync.sender import RankSender
+from skyrl_train.parts import OPTIMIZERS
+from skyrl_train.telemetry import Last, Mean, StepMetrics, merge_metrics
+from skyrl_train.weight_sync import RankSender
 from skyrl_train.weights import ModelWeights, WeightSender
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ class ModelEngine:
         strategy: ModelStrategy | None = None,
     ):
         """`strategy` says how the model is spread over ranks; alone in its process unless given. The layout of
-        `micro_batching` must be exact for the model (`model/layouts.py`). `state_in_host`: the optimizer's state is on the
-        device only while it steps."""
+        `micro_batching` must be exact for the model (`model/layouts.py`). `state_in_host`: the optimizer's state
+        is on the device only while it steps."""
         self.strategy = strategy or SingleProcess()
         use_fast_products(model)
         narrow_last_layer(model)
@@ -132,7 +131,7 @@ class ModelEngine:
         self, parameters: dict[str, nn.Parameter], without_memory: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[None]:
         """While it is open, the engine is alone in its process and has these parameters, and its passes are traced inside
-        of `without_memory`, which reads nothing back (`memory/trace.py`)."""
+        of `without_memory`, which reads nothing back (`learner/memory/trace.py`)."""
         kept = self.passes, self.strategy, self.parameters
         try:
             self.parameters, self.strategy = parameters, SingleProcess()

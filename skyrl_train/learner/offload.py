@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from skyrl_train.distributed.fsdp import reshard
+from skyrl_train.distributed import reshard
 from skyrl_train.errors import SkyrlTrainError
 
 if TYPE_CHECKING:

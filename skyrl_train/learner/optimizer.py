@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.config.parts import OPTIMIZERS
-from skyrl_train.config.placement import STATE_BUCKET_BYTES
-from skyrl_train.config.schema import OptimizerConfig
-from skyrl_train.distributed.mesh import by_mesh
+from skyrl_train.config.models import STATE_BUCKET_BYTES, OptimizerConfig
+from skyrl_train.distributed import by_mesh
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
+from skyrl_train.parts import OPTIMIZERS
 from skyrl_train.registry import part_name
 
 

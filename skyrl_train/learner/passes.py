@@ -16,24 +16,21 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.documents import reduction_schedule
-from skyrl_train.batch.layout import Layout, make_layout
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
-from skyrl_train.batch.minibatch import rows_with_loss
-from skyrl_train.batch.prefix_tree import merge_counts
-from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
-from skyrl_train.config.rules import LayoutChoice, LayoutName
-from skyrl_train.distributed.strategy import ModelStrategy
+from skyrl_train.batch import ROUTED, TrainingInputBatch
+from skyrl_train.batch.layouts import Layout, make_layout, merge_counts
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, reduction_schedule
+from skyrl_train.batch.steps import rows_with_loss
+from skyrl_train.config.fields import LayoutChoice, LayoutName
+from skyrl_train.distributed import ModelStrategy
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.memory.meter import MemoryMeter
-from skyrl_train.memory.oom_retry import ForwardSize
-from skyrl_train.model.expert_routing import replayed, replaying
-from skyrl_train.model.index_limit import beyond_index, widest_activation
-from skyrl_train.model.last_layer import reading
-from skyrl_train.model.layouts import hidden_states
+from skyrl_train.learner.memory.meter import MemoryMeter
+from skyrl_train.learner.memory.oom_retry import ForwardSize
+from skyrl_train.model import hidden_states, reading
+from skyrl_train.model.layers import beyond_index, widest_activation
 from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
+from skyrl_train.model.parallel import replayed, replaying
 from skyrl_train.model.vision import showing
-from skyrl_train.telemetry.metrics import Metric, StepMetrics, Sum, merge_metrics
+from skyrl_train.telemetry import Metric, StepMetrics, Sum, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +90,7 @@ class Passes:
     meter: MemoryMeter | None = None
     """Counts what passes allocate, where micro-batches size themselves."""
     without_memory: Callable[[], AbstractContextManager[None]] | None = None
-    """Inside of which passes are traced (`memory/trace.py`) in place of computed; nothing is read back then."""
+    """Inside of which passes are traced (`learner/memory/trace.py`) in place of computed; nothing is read back then."""
     forward: CurrentForward = field(default_factory=CurrentForward)
     """Shared by the objects that are made of one another."""
 

@@ -12,28 +12,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.kl import token_kl, unbiased_kl
-from skyrl_train.algorithms.losses import is_tokenwise, policy_loss, with_proximal
-from skyrl_train.algorithms.off_policy import log_ratio_ledger
-from skyrl_train.algorithms.ratios import masked
-from skyrl_train.algorithms.step_columns import missing_step_column
-from skyrl_train.batch.layout import Layout
-from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
-from skyrl_train.batch.staleness import Ages, ages_in, token_ages
-from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
+from skyrl_train.algorithms import missing_step_column
+from skyrl_train.algorithms.losses import (
+    PolicyLossInputs,
+    is_tokenwise,
+    log_ratio_ledger,
+    masked,
+    policy_loss,
+    token_kl,
+    unbiased_kl,
+    with_proximal,
+)
+from skyrl_train.batch import ROUTED, TrainingInputBatch
+from skyrl_train.batch.layouts import Layout
+from skyrl_train.batch.steps import Ages, LossDenominators, MiniBatch, ages_in, token_ages
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
-from skyrl_train.config.parts import POLICY_LOSSES
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
 from skyrl_train.learner.state import take_weights
-from skyrl_train.model.causal_lm import output_head
-from skyrl_train.model.export import export_model
-from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
+from skyrl_train.model import output_head
+from skyrl_train.model.files import export_model
+from skyrl_train.model.layers import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
 from skyrl_train.model.lora import adapter_off, adapter_tensors
-from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
+from skyrl_train.parts import POLICY_LOSSES
+from skyrl_train.telemetry import Max, Mean, StepMetrics, later
 from skyrl_train.weights import ModelWeights
 
 DECLARED_METRICS = """

@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from skyrl_train.telemetry.files import parse_json
-from skyrl_train.telemetry.json_text import shown
+from skyrl_train.system.files import parse_strict_json, shown
 
 TensorFact = tuple[torch.dtype, tuple[int, ...]]
 """Type and whole shape."""
@@ -82,7 +81,7 @@ class StoredShards:
     def _add_file(self, path: Path) -> None:
         try:
             file: Any = safe_open(path, framework="pt")
-            parts = parse_json((file.metadata() or {}).get(_PARTS, "{}"))
+            parts = parse_strict_json((file.metadata() or {}).get(_PARTS, "{}"))
             for name in file.keys():  # noqa: SIM118 - no mapping
                 tensor = file.get_tensor(name)  # which maps the file and reads nothing yet
                 whole, offset = _sizes(parts[name]["shape"]), _sizes(parts[name]["offset"])

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.learner.critic import CriticLearner
+from skyrl_train.learner.memory.sizing import make_meter, size_micro_batches
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.sizing import make_meter, size_micro_batches
-from skyrl_train.telemetry.metrics import StepMetrics
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.telemetry import StepMetrics
+from skyrl_train.weight_sync import DeviceSharing
 from skyrl_train.weights import ModelWeights
 
 if TYPE_CHECKING:
-    from skyrl_train.memory.report import SizingReport
-    from skyrl_train.memory.sizing import SizingLimits
+    from skyrl_train.learner.memory.report import SizingReport
+    from skyrl_train.learner.memory.sizing import SizingLimits
 
 
 class LearnerOnSharedDevice:

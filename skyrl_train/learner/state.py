@@ -25,12 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from skyrl_train.distributed.fsdp import reshard
+from skyrl_train.distributed import reshard
 from skyrl_train.errors import CheckpointError, ModelError
 from skyrl_train.learner.shards import StoredShards, TensorFact, is_sharded, local_part, shard_of
 from skyrl_train.learner.state_files import StateFiles, TensorFile
-from skyrl_train.telemetry.files import read_json, whole_number
-from skyrl_train.telemetry.json_text import shown
+from skyrl_train.system.files import read_json, shown, whole_number
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

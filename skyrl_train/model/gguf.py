@@ -27,11 +27,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import DeadlineError, ModelError, SkyrlTrainError
 from skyrl_train.registry import did_you_mean
-from skyrl_train.rollout.process_tree import end_with_parent
-from skyrl_train.telemetry.files import cache_folder, read_json, sync_tree, write_json
+from skyrl_train.system.files import cache_folder, read_json, sync_tree, write_json
+from skyrl_train.system.processes import end_with_parent
 
 PYPI = "pypi:"
 _NEEDS = ("gguf", "accelerate")
@@ -327,8 +327,8 @@ def _first_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """`python -m skyrl_train.model.gguf PATH`: makes what `model.path=PATH` names and prints its folder. With a file, an
-    empty folder and the file's digest it is the process that converts."""
+    """`python -m skyrl_train.model.gguf PATH`: makes what `model.path=PATH` names and prints its folder. With a
+    file, an empty folder and the file's digest it is the process that converts."""
     path, *rest = sys.argv[1:] or [""]
     try:
         if not rest:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import Layout, find_scored
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.model.attention import READ
-from skyrl_train.model.lora import KeyedDropout
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import Layout, find_scored
+from skyrl_train.model.layers.attention import READ
+from skyrl_train.model.lora.adapter import KeyedDropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

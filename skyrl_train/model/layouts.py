@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.layout import Layout, padded_layout, shared_layout
-from skyrl_train.batch.prefix_tree import Segment
-from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
-from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.batch import TrainingInputBatch, batch_of_lengths
+from skyrl_train.batch.layouts import Layout, Segment, padded_layout, shared_layout
+from skyrl_train.config.fields import LayoutChoice
 from skyrl_train.errors import ModelError
-from skyrl_train.model.attention import ATTENTION, PADDED, register
 from skyrl_train.model.last_layer import language_model
-from skyrl_train.model.segments import Segments
+from skyrl_train.model.layers.attention import ATTENTION, PADDED, register
+from skyrl_train.model.layers.segments import Segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import Layout, find_scored, spread_to_rows
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import Layout, find_scored, spread_to_rows
 from skyrl_train.errors import ModelError
 from skyrl_train.model.causal_lm import (
     empty_causal_lm,
@@ -29,7 +29,7 @@ from skyrl_train.model.causal_lm import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from skyrl_train.config.schema import ModelConfig
+    from skyrl_train.config.models import ModelConfig
 
 HEAD = "score"
 """Attribute of the model, and first part of the names of the head's parameters."""

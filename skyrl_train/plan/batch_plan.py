@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyrl_train.config.batch_rules import Role, Sizes
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.learners import ScheduleLength
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.derived import ScheduleLength
+from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.config.rules import Role, Sizes
 
 SHORTEST_ROW = 2
 """Tokens of the shortest row: one of a prompt, one of a response."""

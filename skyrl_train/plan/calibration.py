@@ -20,17 +20,17 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.platform import gpu_name
-from skyrl_train.config.schema import PlatformConfig
-from skyrl_train.memory.model_sizes import remember, remembered_file, source_stamps
+from skyrl_train.config.models import PlatformConfig
+from skyrl_train.model.sizes import remember, remembered_file, source_stamps
 from skyrl_train.plan.machine import MachineRates, stated_rates
+from skyrl_train.system import gpu_name
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from skyrl_train.batch.minibatch import MiniBatch
-    from skyrl_train.batch.training_batch import TrainingInputBatch
+    from skyrl_train.batch import TrainingInputBatch
+    from skyrl_train.batch.steps import MiniBatch
 
 _NARROW, _WIDE = 128, 640
 """Hidden sizes."""
@@ -191,14 +191,13 @@ class _Timed:
     """One of the models, in a learner and in an engine."""
 
     def __init__(self, width: int, depth: int, dtype: torch.dtype, clock: _Clock) -> None:
-        from skyrl_train.batch.cost import ModelShape
-        from skyrl_train.batch.microbatch import make_micro_batch_strategy
+        from skyrl_train.batch.layouts import ModelShape
+        from skyrl_train.batch.planner import make_micro_batch_strategy
+        from skyrl_train.config import TrainerConfig
         from skyrl_train.config.algorithm import AlgorithmConfig
-        from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
-        from skyrl_train.inference.decode import Decoder
-        from skyrl_train.inference.grouped_attention import use_grouped_attention
-        from skyrl_train.learner.engine import ModelEngine
-        from skyrl_train.learner.policy import PolicyLearner
+        from skyrl_train.config.models import ModelConfig, OptimizerConfig
+        from skyrl_train.inference import Decoder, use_grouped_attention
+        from skyrl_train.learner import ModelEngine, PolicyLearner
 
         self._clock, self._vocabulary = clock, _VOCABULARY[width]
         engine = ModelEngine(
@@ -217,7 +216,7 @@ class _Timed:
 
     def update(self, length: int, *, predicted: int) -> float:
         """Return the seconds of a forward and backward of rows of `length`, of which the last `predicted` have loss."""
-        from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
+        from skyrl_train.batch.steps import LossDenominators, MiniBatch
 
         nothing = LossDenominators(num_tokens=0, num_sequences=0, num_rows=0, num_prompts=0)
         batch = MiniBatch(batch=self._rows(length, predicted), denominators=nothing)
@@ -243,7 +242,7 @@ class _Timed:
         self._learner.optim_step()
 
     def _rows(self, length: int, predicted: int) -> TrainingInputBatch:
-        from skyrl_train.memory.probe import probe_rows
+        from skyrl_train.learner.memory import probe_rows
 
         batch = probe_rows([length] * _ROWS, vocabulary=self._vocabulary)
         mask = batch["loss_mask"].view(_ROWS, length).clone()

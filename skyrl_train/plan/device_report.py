@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skyrl_train.wording import counted
+from skyrl_train.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)

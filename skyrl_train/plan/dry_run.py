@@ -9,29 +9,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from skyrl_train.batch.cost import CostModel, ModelShape
-from skyrl_train.batch.cost import rates_of as device_rates_of
-from skyrl_train.batch.microbatch import TokenBudgets
+from skyrl_train.batch.layouts import CostModel, ModelShape
+from skyrl_train.batch.layouts import rates_of as device_rates_of
+from skyrl_train.batch.planner import TokenBudgets
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.bundles import Layout, count_engines, shares_devices
-from skyrl_train.config.learners import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
-from skyrl_train.config.placement import mesh_sizes
-from skyrl_train.config.platform import Devices, gpu_name
-from skyrl_train.config.schema import Config, PlatformConfig, TrainerConfig
-from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
-from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation
-from skyrl_train.memory.model_sizes import read_config
+from skyrl_train.config.derived import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
+from skyrl_train.config.models import PlatformConfig, mesh_sizes
+from skyrl_train.config.placement import Layout, count_engines, shares_devices
+from skyrl_train.config.rules import sizes_of, validate_batch_sizes
+from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation, counted
+from skyrl_train.model.sizes import read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.calibration import machine_rates
 from skyrl_train.plan.device_report import BundleGroup, PlacementReport
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.machine import MachineRates, StepTime, predicted_rates
-from skyrl_train.plan.memory import DeviceMemory, peak_on_cpu, planned_models
+from skyrl_train.plan.memory.device import DeviceMemory, peak_on_cpu, planned_models
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, sandbox_notes, size_notes
 from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
 from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
-from skyrl_train.wording import counted
+from skyrl_train.system import Devices, gpu_name
 
 MachineOf = Callable[[PlatformConfig, str], MachineRates]
 """Of a platform, and of the type in which models compute."""

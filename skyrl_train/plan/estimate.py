@@ -9,18 +9,24 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import shard_rows
-from skyrl_train.batch.cost import CostModel
-from skyrl_train.batch.documents import DocumentStep, document_steps
-from skyrl_train.batch.microbatch import TokenBudgets, make_micro_batch_strategy, training_limit
-from skyrl_train.batch.planner import RowFacts
-from skyrl_train.batch.prefix_tree import common_prefix
-from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.batch import Rows
+from skyrl_train.batch.layouts import CostModel, common_prefix
+from skyrl_train.batch.planner import (
+    DocumentStep,
+    RowFacts,
+    TokenBudgets,
+    computed_tokens,
+    document_steps,
+    make_micro_batch_strategy,
+    rows_over,
+    shard_rows,
+    training_limit,
+)
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div
-from skyrl_train.seeding import derive_seed
+from skyrl_train.system import derive_seed
 from skyrl_train.types import RolloutBatch, Trajectory
 
 ASSUMED_TRAJECTORIES = 4096

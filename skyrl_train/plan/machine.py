@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.batch.cost import CostModel, DeviceRates, ModelShape, rates_of
-from skyrl_train.config.bundles import count_engines
-from skyrl_train.config.schema import Config
+from skyrl_train.batch.layouts import CostModel, DeviceRates, ModelShape, rates_of
+from skyrl_train.config import Config
+from skyrl_train.config.placement import count_engines
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
-from skyrl_train.plan.scale import EngineRates
+from skyrl_train.plan.forms.scale import EngineRates
 from skyrl_train.plan.time import FORWARD_SHARE, Rates, Work, sampled_share
 
 _OPERATORS = 30
@@ -116,8 +116,8 @@ class StepTime:
 
 
 def stated_rates(device: str, *, num_threads: int = 1, recorded: Mapping[str, Any] | None = None) -> MachineRates:
-    """Return what follows from the rates that `batch/cost.py` states of a device, or that are `recorded` with the run; of a
-    CPU with so many threads."""
+    """Return what follows from the rates that `batch/layouts/cost.py` states of a device, or that are `recorded` with
+    the run; of a CPU with so many threads."""
     stated, threads = rates_of(device, recorded), num_threads if device == "cpu" else 1
     linear, read = stated.linear_flops * threads, stated.read_bytes * threads
     source = f"stated rates of {f'a CPU with {threads} threads' if device == 'cpu' else device or 'a GPU'}"

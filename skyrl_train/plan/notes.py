@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
 from skyrl_train.config.fields import unusual_values
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
+from skyrl_train.config.models import GeneratorConfig, OptimizerConfig
 from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div, span
 from skyrl_train.plan.estimate import PassEstimate
 from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.rollout.envs.model_code import sandbox_lines
+from skyrl_train.rollout.envs import sandbox_lines
 
 
 @dataclass(frozen=True, kw_only=True)

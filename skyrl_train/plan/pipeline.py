@@ -25,7 +25,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from skyrl_train.telemetry.metrics_log import phase_seconds
+from skyrl_train.telemetry import phase_seconds
 
 SHOWN = (0, 1, 2, 4, 8)
 """Values of `trainer.max_staleness` that a plan compares."""

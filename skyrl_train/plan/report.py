@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import ceil
 
-from skyrl_train.batch.microbatch import TokenBudgets
-from skyrl_train.batch.schedule import learning_rate
-from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
-from skyrl_train.errors import Violation
+from skyrl_train.batch.planner import TokenBudgets
+from skyrl_train.batch.steps import learning_rate
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.models import OptimizerConfig
+from skyrl_train.errors import Violation, byte_size, counted
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
 from skyrl_train.plan.device_report import PlacementReport, placement_lines
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
-from skyrl_train.plan.memory import DeviceMemory, gigabytes, memory_lines
+from skyrl_train.plan.memory.device import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
 from skyrl_train.plan.pipeline import SHOWN
 from skyrl_train.plan.time import RunTime, time_lines, tokens_of_rollout
 from skyrl_train.registry import part_name
-from skyrl_train.wording import byte_size, counted
 
 TOKEN_BYTES = {
     "input_ids": 4,

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config.schema import PlanConfig, RolloutsConfig, TrainerConfig
-from skyrl_train.errors import DataError
+from skyrl_train.config import PlanConfig, RolloutsConfig, TrainerConfig
+from skyrl_train.errors import DataError, byte_size, counted, three_digits
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, sampled_lengths
 from skyrl_train.plan.pipeline import PhaseTimes, measured_phases, pipeline_lines, rollout_seconds
-from skyrl_train.telemetry.metrics_log import phase_seconds
-from skyrl_train.wording import byte_size, counted, three_digits
+from skyrl_train.telemetry import phase_seconds
 
 FORWARD_SHARE = 3.0
 """How much faster a position is scored than trained, where no scoring was measured: one product of three."""

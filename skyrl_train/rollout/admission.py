@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from skyrl_train.telemetry.files import whole_number
+from skyrl_train.system.files import whole_number
 
 DECLARED_METRICS = """
 stream/in_flight | count | Groups that had not finished when the batch closed. | with `trainer.max_staleness`

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.errors import DeadlineError, EngineError, counted
 from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession, StepResult, ToolResult, describe
 from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession, StepResult, ToolResult, describe
 from skyrl_train.rollout.tools.formats import UNREADABLE, Calls, ToolCall, ToolParser, call_messages, recorded_calls
 from skyrl_train.rollout.tools.toolbox import Schema
-from skyrl_train.seeding import derive_seed
+from skyrl_train.system import derive_seed
 from skyrl_train.types import (
     ChatMessage,
     FailureKind,
@@ -30,7 +30,6 @@ from skyrl_train.types import (
     find_parent,
     new_routing,
 )
-from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 tools/{calls,failed,malformed} | count | Calls of tools in a trajectory, of which a tool failed, of which could not be

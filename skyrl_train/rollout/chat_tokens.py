@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from skyrl_train.config.parts import ENVIRONMENTS, TOOLS
-from skyrl_train.data.images import ImageReading, references_in, refuse_images
+from skyrl_train.data.sources import ImageReading, references_in, refuse_images
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.images import ImageSpans, expanded
+from skyrl_train.parts import ENVIRONMENTS, TOOLS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.env_boundary import Broken, describe
+from skyrl_train.rollout.boundary.session import Broken, describe
 from skyrl_train.rollout.tools.toolbox import Schema
 from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, Tokenizer, token_ids
 

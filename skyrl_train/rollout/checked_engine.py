@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.errors import EngineError, SkyrlTrainError
+from skyrl_train.errors import EngineError, SkyrlTrainError, counted
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.env_boundary import describe
-from skyrl_train.telemetry.activity import Activity
-from skyrl_train.telemetry.json_text import shown
-from skyrl_train.turns import routing_column
+from skyrl_train.rollout.boundary.session import describe
+from skyrl_train.system.files import shown
+from skyrl_train.telemetry import Activity
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -34,8 +33,8 @@ from skyrl_train.types import (
     Trajectory,
     Turn,
     VersionRun,
+    routing_column,
 )
-from skyrl_train.wording import counted
 
 logger = logging.getLogger(__name__)
 

@@ -16,30 +16,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.mix import MixedDataset
-from skyrl_train.config.parts import AGENT_LOOPS
-from skyrl_train.config.rewards import with_sandbox
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.environment import with_sandbox
+from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.config.rules import MixedDataset
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine, ReportsMetrics
+from skyrl_train.parts import AGENT_LOOPS
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
+from skyrl_train.rollout.boundary.session import Environments, EnvironmentSession, ToolSettings
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import FIRST_FEW, CheckedEngine, check_failures, checked_trajectory
-from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession, ToolSettings
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
-from skyrl_train.rollout.env_threads import ThreadEnvironments
-from skyrl_train.rollout.env_watched import WatchedEnvironments
-from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
+from skyrl_train.rollout.envs.environments import check_environment, check_rows, environment_of, uses_processes
+from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts.processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
+from skyrl_train.rollout.hosts.scoring import Rewards
+from skyrl_train.rollout.hosts.threads import ThreadEnvironments
+from skyrl_train.rollout.hosts.watched import WatchedEnvironments
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEngine, JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
-from skyrl_train.rollout.scoring import Rewards
 from skyrl_train.rollout.tools.formats import ToolParser
 from skyrl_train.rollout.tools.toolbox import Schema, starts_servers, tool_schemas
-from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.activity import Activity, TellsWhenBusy
+from skyrl_train.system import derive_seed
+from skyrl_train.telemetry import Activity, TellsWhenBusy
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
 logger = logging.getLogger(__name__)

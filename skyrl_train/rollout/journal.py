@@ -10,7 +10,7 @@ One file of JSON lines, in the order in which things happened:
     {"call": "stream-5-000000-0001", "of": "77ab...",        an answer of an environment to the call `of`, and how it may be
      "value": {...}, "resume": {"state": {"turns": 1}}}      brought back to where it is then (`journaled.py`)
     {"restart": "stream-5-000000-0001", "reason": "..."}     it could not be: the calls before are of no use
-    {"group": 5, "trajectories": [...]}                      all samples of group 5 (see `telemetry/rollout_log.py`)
+    {"group": 5, "trajectories": [...]}                      all samples of group 5 (see `telemetry/records/log.py`)
     {"batch": 1, "groups": [3, 5], "dropped": {"4": "stale"}}  what the learner trained on at version 1
 
 A line is on disk (`fsync`) before the engine's answer goes to the environment, before a group counts as finished, and before
@@ -50,12 +50,20 @@ import numpy as np
 
 from skyrl_train.errors import DataError, SaveError
 from skyrl_train.rollout.admission import Closed, Settled
-from skyrl_train.telemetry.files import DISK_TIMEOUT_S, bring_to_disk, parse_json, sync_folder
-from skyrl_train.telemetry.json_text import json_line
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
-from skyrl_train.threads import WorkerThread
-from skyrl_train.turns import NO_ROUTING, decode_routing, encode_routing
-from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, StopReason, Trajectory, VersionRun
+from skyrl_train.system import WorkerThread
+from skyrl_train.system.files import DISK_TIMEOUT_S, bring_to_disk, json_line, parse_strict_json, sync_folder
+from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
+from skyrl_train.types import (
+    NO_ROUTING,
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+    StopReason,
+    Trajectory,
+    VersionRun,
+    decode_routing,
+    encode_routing,
+)
 
 FILE = "journal.jsonl"
 _CLOSE_TIMEOUT_S = 30.0
@@ -317,7 +325,7 @@ def journal_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 torn_at = torn_at or number
                 continue
             try:
-                record = parse_json(line)
+                record = parse_strict_json(line)
                 found = int(record.get("write", 0))
             except (ValueError, TypeError, AttributeError) as error:
                 raise _no_line(path, number, error) from error
@@ -360,7 +368,7 @@ def read_group(path: Path, place: int) -> list[tuple[Prompt, Trajectory]]:
         file.seek(place)
         line = file.readline()
     try:
-        return [decode_trajectory(record) for record in parse_json(line)["trajectories"]]
+        return [decode_trajectory(record) for record in parse_strict_json(line)["trajectories"]]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
             f"{path}: the group at byte {place} cannot be read ({type(error).__name__}: {error})"

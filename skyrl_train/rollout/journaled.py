@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.env_boundary import Broken, EnvironmentHandle, Request
+from skyrl_train.rollout.boundary.session import Broken, EnvironmentHandle, Request
 from skyrl_train.rollout.journal import Call, Journal
 from skyrl_train.rollout.plain_data import plain_state
 from skyrl_train.rollout.token_stream import listening

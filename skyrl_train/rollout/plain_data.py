@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any, SupportsFloat
 
-from skyrl_train.telemetry.json_text import is_text, shown
-from skyrl_train.wording import counted
+from skyrl_train.errors import counted
+from skyrl_train.system.files import is_text, shown
 
 _FLOAT32_MAX = 3.4028234663852886e38
 _MAX_DEPTH = 32

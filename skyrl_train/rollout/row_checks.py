@@ -18,19 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from skyrl_train.config.parts import ENVIRONMENTS
-from skyrl_train.config.schema import DataConfig, EnvironmentConfig
-from skyrl_train.data.columns import PromptColumns
-from skyrl_train.data.prompts import load_prompts
+from skyrl_train.config.data import DataConfig, EnvironmentConfig
+from skyrl_train.data import PromptColumns, load_prompts
 from skyrl_train.errors import DataError, SkyrlTrainError
+from skyrl_train.parts import ENVIRONMENTS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.env_boundary import CHECK_ROWS
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import WorkerEnded
-from skyrl_train.rollout.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
+from skyrl_train.rollout.boundary.session import CHECK_ROWS
+from skyrl_train.rollout.envs.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
+from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts.processes import WorkerEnded
+from skyrl_train.rollout.hosts.scoring import check_reward_columns
 from skyrl_train.rollout.plain_data import plain
-from skyrl_train.rollout.scoring import check_reward_columns
-from skyrl_train.threads import in_time
+from skyrl_train.system import in_time
 from skyrl_train.types import Prompt
 
 _CHUNK = 1000

@@ -1,0 +1,37 @@
+"""The only place that constructs a run: RL, SFT, evaluation, capsules."""
+
+from skyrl_train.system import lazily
+
+TYPE_CHECKING = False  # as type checkers know it
+if TYPE_CHECKING:
+    from skyrl_train.runs.capsule import open_capsule, run_again
+    from skyrl_train.runs.capsule_bisect import bisect, refuse_again
+    from skyrl_train.runs.common import build_loop, build_trackers, open_checkpoints
+    from skyrl_train.runs.evaluation import evaluate
+    from skyrl_train.runs.result import RunResult, run_logged, swept_metric
+    from skyrl_train.runs.rl import assembly_settings, load_data, ppo_settings, train
+    from skyrl_train.runs.sft import build_sft_evaluator, open_best, step_settings, train_sft
+
+__all__ = [
+    "RunResult",
+    "assembly_settings",
+    "bisect",
+    "build_loop",
+    "build_sft_evaluator",
+    "build_trackers",
+    "evaluate",
+    "load_data",
+    "open_best",
+    "open_capsule",
+    "open_checkpoints",
+    "ppo_settings",
+    "refuse_again",
+    "run_again",
+    "run_logged",
+    "step_settings",
+    "swept_metric",
+    "train",
+    "train_sft",
+]
+
+__getattr__ = lazily(__name__)

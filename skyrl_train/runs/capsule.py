@@ -8,61 +8,52 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.capsules.compare import (
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch
+from skyrl_train.config import Config, SFTConfig, sft_learner_settings
+from skyrl_train.config.derived import RunModels, run_models
+from skyrl_train.config.door import load_root
+from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.data.sources import IMAGES
+from skyrl_train.errors import DataError
+from skyrl_train.images import with_pixels
+from skyrl_train.interfaces import Learner, Scorer
+from skyrl_train.learner import read_tensors
+from skyrl_train.model.files import image_reader
+from skyrl_train.plan import plan_batches
+from skyrl_train.runs.cli.composition import read_yaml
+from skyrl_train.runs.common import prepare_process
+from skyrl_train.runs.construction.parts import Host, build_learners, size_micro_batches
+from skyrl_train.runs.rl import ppo_settings
+from skyrl_train.runs.sft import size_policy
+from skyrl_train.telemetry import RunFolder, merge_metrics, to_values
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.telemetry.records import read_facts, read_rollouts
+from skyrl_train.trainers import batch_metrics, document_metrics, named_metrics, steps
+from skyrl_train.trainers.capsules import (
+    BATCH_FILE,
     BFLOAT16,
+    CONFIG_FILE,
     EXACT,
     FLOAT32,
+    STATES,
     Bounds,
+    Capsule,
     Comparison,
     compare_batches,
     compare_metrics,
     compare_moments,
     compare_weights,
-)
-from skyrl_train.capsules.record import (
-    BATCH_FILE,
-    CONFIG_FILE,
-    STATES,
-    Capsule,
     find_capsule,
     read_batch,
     step_name,
     write_batch,
 )
-from skyrl_train.cli.composition import read_yaml
-from skyrl_train.config.learners import RunModels, run_models
-from skyrl_train.config.load import load_root
-from skyrl_train.config.placement import PlacementConfig, StrategyConfig
-from skyrl_train.config.schema import Config, PlatformConfig
-from skyrl_train.config.sft import SFTConfig, sft_learner_settings
-from skyrl_train.data.images import IMAGES
-from skyrl_train.errors import DataError
-from skyrl_train.images import with_pixels
-from skyrl_train.learner.state import read_tensors
-from skyrl_train.model.image_processor import image_reader
-from skyrl_train.plan.dry_run import plan_batches
-from skyrl_train.runs.build import Host, build_learners, size_micro_batches
-from skyrl_train.runs.common import prepare_process
-from skyrl_train.runs.rl import ppo_settings
-from skyrl_train.runs.sft import size_policy
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.metrics import merge_metrics, to_values
-from skyrl_train.telemetry.rollout_store import read_facts, read_rollouts
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers import steps
-from skyrl_train.trainers.manifest import verify
-from skyrl_train.trainers.sft import named_metrics
-from skyrl_train.trainers.state import TrainerState, library_versions
-from skyrl_train.trainers.step_metrics import batch_metrics, document_metrics
-
-if TYPE_CHECKING:
-    from skyrl_train.batch.training_batch import TrainingInputBatch
-    from skyrl_train.interfaces import Learner, Scorer
+from skyrl_train.trainers.checkpoints import TrainerState, library_versions, verify
 
 MODELS = ("policy", "critic", "reference")
 """Folders that a state may have."""

@@ -11,9 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch, mini_batches, rows_with_loss, tokens_with_loss
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.capsules.search import (
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch, mini_batches, rows_with_loss, tokens_with_loss
+from skyrl_train.config import SFTConfig
+from skyrl_train.errors import ModelError, NonFiniteError, counted
+from skyrl_train.learner import CriticLearner, PolicyLearner, read_tensors
+from skyrl_train.model import load_tokenizer
+from skyrl_train.runs.capsule import MODELS, Opened, models_of
+from skyrl_train.runs.capsule_search import (
     CAUSES,
     Decode,
     first_bad,
@@ -26,16 +31,9 @@ from skyrl_train.capsules.search import (
     suspects,
     with_loss_on,
 )
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.errors import ModelError, NonFiniteError
-from skyrl_train.learner.critic import CriticLearner
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.state import read_tensors
-from skyrl_train.runs.capsule import MODELS, Opened, models_of
 from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.trainers import steps
-from skyrl_train.trainers.state import TrainerState
-from skyrl_train.wording import counted
+from skyrl_train.trainers.checkpoints import TrainerState
 
 OUTLIER = 10.0
 """A trajectory's gradient norm is out of range from so many times what nine of ten others in its mini-batch have at most."""
@@ -300,8 +298,6 @@ def _numbers(batch: TrainingInputBatch, row: int, position: int) -> str:
 
 def _decoder(opened: Opened) -> Decode | None:
     """Return what makes text of token ids; None where the tokenizer is not on this machine."""
-    from skyrl_train.model.causal_lm import load_tokenizer
-
     try:
         tokenizer = load_tokenizer(opened.config.model)
     except ModelError:

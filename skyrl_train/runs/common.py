@@ -12,30 +12,42 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from skyrl_train.cli.composition import write_yaml
+import torch
+
+from skyrl_train.config import LoopConfig, RunConfig
 from skyrl_train.config.fields import unusual_values
-from skyrl_train.config.parts import TRACKERS
-from skyrl_train.config.platform import detect_platform, multiplies_bfloat16
-from skyrl_train.config.schema import LoopConfig, RunConfig
-from skyrl_train.model.gguf import source_line
+from skyrl_train.interfaces import Learner, Scorer
+from skyrl_train.model import source_line
+from skyrl_train.model.layers import set_numerics
+from skyrl_train.parts import TRACKERS
+from skyrl_train.plan import BatchPlan
 from skyrl_train.registry import part_name
-
-if TYPE_CHECKING:
-    from skyrl_train.interfaces import Learner, Scorer
-    from skyrl_train.plan.batch_plan import BatchPlan
-    from skyrl_train.runs.sft_data import SFTPlan
-    from skyrl_train.telemetry.activity import Activity
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.telemetry.tracker import Trackers
-    from skyrl_train.trainers.changes import ResumeSettings
-    from skyrl_train.trainers.checkpoints import CheckpointStore
-    from skyrl_train.trainers.loop import TrainingLoop
-    from skyrl_train.trainers.resume import Start
-    from skyrl_train.trainers.state import DataFingerprint
-
+from skyrl_train.runs.cli.composition import write_yaml
+from skyrl_train.runs.construction.sft_data import SFTPlan
+from skyrl_train.system import detect_platform, multiplies_bfloat16
+from skyrl_train.telemetry import Activity, Alerts, MetricsLog, RunFolder
+from skyrl_train.telemetry.logs import RunConsole, redact
+from skyrl_train.telemetry.trackers import (
+    ConsoleTracker,
+    MlflowTracker,
+    PrometheusTracker,
+    TensorboardTracker,
+    Tracker,
+    Trackers,
+    TrackioTracker,
+    WandbTracker,
+)
+from skyrl_train.trainers import LoopSettings, Observers, TrainingLoop
+from skyrl_train.trainers.checkpoints import (
+    CheckpointStore,
+    DataFingerprint,
+    ResumeSettings,
+    Start,
+    find_start,
+    prepare_run_folder,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,8 +88,6 @@ class Parts(ExitStack):
 
 def open_folder(config: RunConfig) -> RunFolder:
     """Return the run's folder, which exists from here on. Raises SkyrlTrainError where it cannot be made."""
-    from skyrl_train.telemetry.run_folder import RunFolder
-
     folder = RunFolder(Path(config.output_dir))
     folder.create(private=config.output_access == "owner")
     return folder
@@ -86,8 +96,6 @@ def open_folder(config: RunConfig) -> RunFolder:
 def open_checkpoints(folder: Path, trainer: LoopConfig, *, keep: int | None = None) -> CheckpointStore:
     """Return the checkpoints in a `folder` of a run's own, and at its URL, where one is stated. `keep`: as many as
     `trainer` says unless given. Raises SaveError where the URL cannot be written to."""
-    from skyrl_train.trainers.checkpoints import CheckpointStore
-
     url = f"{trainer.checkpoint_url.rstrip('/')}/{folder.name}" if trainer.checkpoint_url else ""
     keep = trainer.max_ckpts_to_keep if keep is None else keep
     checkpoints = CheckpointStore(folder, keep=keep, url=url, timeout_s=trainer.checkpoint_timeout_s)
@@ -152,9 +160,6 @@ def begin(
 
     Raises what `find_start` raises.
     """
-    from skyrl_train.telemetry.redaction import redact
-    from skyrl_train.trainers.resume import find_start, prepare_run_folder
-
     for name, value, usual in unusual_values(config):
         console.warn(f"{name}={value:g} is above the usual {usual.value:g}: {usual.why}")
     checkpoints.clean()
@@ -199,13 +204,9 @@ def build_loop(
 ) -> TrainingLoop:
     """The skeleton of the run's loop, with its trackers, which `stack` closes, and its observers.
 
-    `recorded`: every setting by its dotted name, for checkpoints (`trainers/changes.py: flat_config`). `draw` draws the
-    learning curve; the rest is as `TrainingLoop` takes it.
+    `recorded`: every setting by its dotted name, for checkpoints (`trainers/checkpoints/changes.py: flat_config`).
+    `draw` draws the learning curve; the rest is as `TrainingLoop` takes it.
     """
-    from skyrl_train.telemetry.alerts import Alerts
-    from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
-    from skyrl_train.trainers.observers import Observers
-
     if trainer.profile_steps:
         memory = (
             "and snapshots of memory"
@@ -250,18 +251,12 @@ def build_trackers(
 
     Raises SkyrlTrainError where a tracker that was asked for cannot start: better now than after an hour.
     """
-    from skyrl_train.telemetry.metrics_log import MetricsLog
-    from skyrl_train.telemetry.redaction import redact
-    from skyrl_train.telemetry.tracker import ConsoleTracker, TensorboardTracker, Tracker, Trackers
-
     views: dict[str, Tracker] = {}
     chosen, name = config.tracker, config.run_name
     shown = redact(dataclasses.asdict(config))
     if chosen.tensorboard.enabled:
         views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
     if chosen.trackio.enabled or chosen.mlflow.enabled or chosen.prometheus.enabled:
-        from skyrl_train.telemetry.service_trackers import MlflowTracker, PrometheusTracker, TrackioTracker
-
         if chosen.trackio.enabled:
             views["trackio"] = TrackioTracker(chosen.trackio, folder.trackio, run_name=name, config=shown)
         if chosen.mlflow.enabled:
@@ -269,8 +264,6 @@ def build_trackers(
         if chosen.prometheus.enabled:
             views["prometheus"] = PrometheusTracker(chosen.prometheus, run_name=name, console=console)
     if chosen.wandb.enabled:  # whose server may be waited for, last
-        from skyrl_train.telemetry.wandb_tracker import WandbTracker
-
         log = folder.root / "run.log"
         views["wandb"] = WandbTracker(chosen.wandb, folder, run_name=name, config=shown, console=console, run_log=log)
     for spec in config.tracker.custom:
@@ -306,10 +299,8 @@ def limit_threads(config: RunConfig) -> None:
 def prepare_process(config: RunConfig) -> None:
     """Settles threads and kernels; call before anything computes."""
     limit_threads(config)
-    import torch
 
     if config.platform.name == "cpu":
         torch.set_num_threads(config.platform.num_threads)
-    from skyrl_train.model.numerics import set_numerics
 
     set_numerics(deterministic=config.deterministic)

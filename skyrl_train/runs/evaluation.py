@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.config.generation import ships_adapter
-from skyrl_train.config.validate import validate_config
+from torch import Tensor
+
+from skyrl_train.config import Config
+from skyrl_train.config.models import ships_adapter
+from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError, DataError, Violation
-from skyrl_train.model.gguf import pinned
-from skyrl_train.runs.build import build_evaluator, build_host, build_rollouts
+from skyrl_train.interfaces import WeightTransport
+from skyrl_train.learner import read_model
+from skyrl_train.model import pinned
+from skyrl_train.model.lora import adapter_tensors, as_they_are, base_with_adapter, merged_weights
+from skyrl_train.runs.cli.auto_placement import place
 from skyrl_train.runs.common import OnEnd, Parts, limit_threads, open_folder, prepare_process, tell_nobody
+from skyrl_train.runs.construction.parts import build_evaluator, build_host, build_rollouts
 from skyrl_train.runs.rl import describe, load_data, read_all_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import WeightTransport
-    from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers import RolloutLog
+from skyrl_train.trainers.checkpoints import CheckpointStore, TrainerState
+from skyrl_train.trainers.evaluation import evaluation_line, figures_table, write_evaluation
+from skyrl_train.weights import stored_weights
 
 
 def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
@@ -36,15 +39,12 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
         raise ConfigError(violations)
     limit_threads(config)
     config = replace(config, model=pinned(config.model))
-    from skyrl_train.telemetry.console import RunConsole
 
     console = RunConsole()
     folder = open_folder(config)
     console.header(f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", describe(config))
     rows = read_all_rows(config)
     prepare_process(config)
-    from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
-    from skyrl_train.trainers.rollout_sink import RolloutLog
 
     data = load_data(config, rows)
     if not data.validation:
@@ -86,17 +86,11 @@ def _load_checkpoint_weights(config: Config, folder: RunFolder, transport: Weigh
     """
     if config.trainer.resume_mode not in ("from_path", "fork"):
         return 0
-    from skyrl_train.learner.state import read_model
-    from skyrl_train.trainers.checkpoints import CheckpointStore
-    from skyrl_train.trainers.state import TrainerState
-    from skyrl_train.weights import stored_weights
 
     checkpoint = CheckpointStore(folder.checkpoints, keep=1).find(config.trainer.resume_path)
     step = TrainerState.read(checkpoint).global_step
     weights: Mapping[str, Tensor] = read_model(checkpoint / "policy")
     if config.model.lora.rank:
-        from skyrl_train.model.lora import adapter_tensors, as_they_are, base_with_adapter, merged_weights
-
         model = base_with_adapter(config.model, weights)
         adapter = {name: parameter.detach() for name, parameter in adapter_tensors(model).items()}
         merged = merged_weights(model, as_they_are)

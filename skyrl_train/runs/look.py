@@ -15,27 +15,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
+
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import FilterConfig
-from skyrl_train.config.rewards import reward_entries
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_batch import sizes_of
-from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
-from skyrl_train.plan.dry_run import expected_peak_bytes, expected_step_seconds
-from skyrl_train.plan.estimate import RowLengths, recorded_lengths
-from skyrl_train.plan.time import duration
-from skyrl_train.runs.build import Host, rollout_generator
-from skyrl_train.seeding import derive_seed
-from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, RolloutBatch, StopReason, Turn
-
-if TYPE_CHECKING:
-    from skyrl_train.interfaces import InferenceEngine, Learner
-    from skyrl_train.runs.look_report import Seen
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.metrics import StepMetrics
-    from skyrl_train.trainers.steps import Generated, Learners, PPOSettings, PromptBatches
-    from skyrl_train.types import Tokenizer
+from skyrl_train.config.environment import reward_entries
+from skyrl_train.config.rules import sizes_of
+from skyrl_train.interfaces import InferenceEngine, Learner
+from skyrl_train.model import load_tokenizer
+from skyrl_train.plan import (
+    BatchPlan,
+    RowLengths,
+    duration,
+    expected_peak_bytes,
+    expected_step_seconds,
+    make_batch_plan,
+    recorded_lengths,
+)
+from skyrl_train.rollout import check_failures
+from skyrl_train.rollout.hosts import row_columns
+from skyrl_train.rollout.rewards import forget_rewards
+from skyrl_train.runs.construction.parts import Host, rollout_generator
+from skyrl_train.runs.look_report import Seen, look_lines, look_warnings
+from skyrl_train.system import derive_seed
+from skyrl_train.telemetry import StepMetrics
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers import Generated, Learners, PPOSettings, PromptBatches, steps
+from skyrl_train.trainers.evaluation import groups_of
+from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, RolloutBatch, StopReason, Tokenizer, Turn
 
 NUM_PROMPTS, NUM_SAMPLES = 2, 4
 LONG_STEP_S = 30.0
@@ -84,10 +93,6 @@ def first_look(
     if reason:
         console.note(f"first look: skipped, since {reason}")
         return
-    import torch
-
-    from skyrl_train.model.causal_lm import load_tokenizer
-    from skyrl_train.runs.look_report import look_lines, look_warnings
 
     tokenizer, small = cast("Tokenizer", load_tokenizer(config.model)), _shortened(config)
     began = time.monotonic()
@@ -208,11 +213,6 @@ def _look(
     tokenizer: Tokenizer,
 ) -> Seen:
     """Raises SkyrlTrainError where every sample fails."""
-    from skyrl_train.rollout.checked_engine import check_failures
-    from skyrl_train.rollout.reward_functions import forget_rewards
-    from skyrl_train.runs.look_report import Seen
-    from skyrl_train.trainers import steps
-
     assert host.engines is not None, "whatever is no recording is an engine"
     steps.sync(learners.policy, host.engines.transport, version=0)
     engine = _Engine(host.engines.engine)
@@ -253,8 +253,6 @@ def _look(
 def _other_answers(rollouts: RolloutBatch, tokenizer: Tokenizer) -> dict[tuple[int, int], _Turns]:
     """Return the turns of other answers to each prompt, as many for each: one of its own again, another prompt's, an empty
     one, and what its row calls the answer, in several forms."""
-    from skyrl_train.rollout.scoring import row_columns
-    from skyrl_train.trainers.evaluate import groups_of
 
     def tokens(text: str) -> tuple[int, ...]:
         return (*tokenizer(text, add_special_tokens=False)["input_ids"], *end)
@@ -280,8 +278,6 @@ def _response(turn: Turn) -> tuple[int, ...]:
 
 def _update(generated: Generated, settings: PPOSettings, learners: Learners) -> float:
     """Score and update once, and drop the gradient; return the seconds."""
-    from skyrl_train.trainers import steps
-
     trainer, began = settings.trainer, time.monotonic()
     critic = None if learners.critic is None else cast("Learner", _Undone(learners.critic))
     undone = replace(learners, policy=cast("Learner", _Undone(learners.policy)), critic=critic)

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skyrl_train.config.schema import Config
-from skyrl_train.plan.batch_plan import BatchPlan
-from skyrl_train.plan.time import duration
-from skyrl_train.rollout.scoring import facts_of, row_columns
-from skyrl_train.trainers.evaluate import groups_of
-from skyrl_train.trainers.step_metrics import equal_groups
+from skyrl_train.config import Config
+from skyrl_train.errors import byte_size, counted
+from skyrl_train.plan import BatchPlan, duration
+from skyrl_train.rollout.hosts import facts_of, row_columns
+from skyrl_train.trainers import equal_groups
+from skyrl_train.trainers.evaluation import groups_of
 from skyrl_train.types import RolloutBatch, StopReason, Tokenizer, Trajectory
-from skyrl_train.wording import byte_size, counted
 
 _SMALLEST_WAY = 5e-5
 """Learning rate times optimizer steps, about as far as Adam moves a weight, below which answers stay what they are."""

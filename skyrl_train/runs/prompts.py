@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig, ImagesConfig
-from skyrl_train.config.image_rules import layout_violations
-from skyrl_train.config.models import ModelConfig
-from skyrl_train.config.placement import StrategyConfig
-from skyrl_train.errors import ConfigError, DataError, ModelError, Violation
+from skyrl_train.config.models import ModelConfig, StrategyConfig
+from skyrl_train.config.rules import layout_violations
+from skyrl_train.data import filter_by_length
+from skyrl_train.data.sources import IMAGES, references_in, refuse_images
+from skyrl_train.errors import ConfigError, DataError, ModelError, Violation, counted
+from skyrl_train.images import with_pixels
+from skyrl_train.inference.vllm import make_tool_parser
+from skyrl_train.model import load_tokenizer
+from skyrl_train.model.files import check_token_ids, image_reader, pads_rows
+from skyrl_train.model.sizes import read_architecture
 from skyrl_train.registry import PartSpec, part_name, split_spec
-from skyrl_train.rollout.row_checks import checked_prompts
-from skyrl_train.runs.build import chat_tokens
+from skyrl_train.rollout import check_tools, checked_prompts
+from skyrl_train.rollout.stream import ReplayGenerator
+from skyrl_train.rollout.tools import tool_schemas
+from skyrl_train.runs.construction.parts import chat_tokens
 from skyrl_train.types import Prompt
-from skyrl_train.wording import counted
-
-if TYPE_CHECKING:
-    from skyrl_train.rollout.replay import ReplayGenerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,6 @@ class CheckedRows:
 
 def read_rows(model: ModelConfig, data: DataConfig, environment: EnvironmentConfig) -> CheckedRows:
     """Read and check all rows, before anything that imports torch. Raises DataError, ConfigError."""
-    from skyrl_train.data.images import refuse_images
-    from skyrl_train.memory.model_sizes import read_architecture
-
     train = checked_prompts(data, data.train, data.max_train_prompts, environment)
     try:
         validation = checked_prompts(data, data.held_out, data.max_validation_prompts, environment)
@@ -88,13 +88,6 @@ def _measured(
     notes: list[str],
 ) -> list[Prompt]:
     """Return the prompts that are not too long."""
-    from skyrl_train.data.prompts import filter_by_length
-    from skyrl_train.inference.vllm_tools import make_tool_parser
-    from skyrl_train.model.causal_lm import load_tokenizer
-    from skyrl_train.model.vocabulary import check_token_ids
-    from skyrl_train.rollout.chat_tokens import check_tools
-    from skyrl_train.rollout.tools.toolbox import tool_schemas
-
     if not prompts:
         return []
     tokenizer = load_tokenizer(model)
@@ -141,8 +134,6 @@ def _measured(
 
 def has_images(prompts: Sequence[Prompt]) -> bool:
     """Whether a prompt has an image."""
-    from skyrl_train.data.images import references_in
-
     return any(references_in(prompt.messages) for prompt in prompts)
 
 
@@ -155,8 +146,6 @@ def require_exact_images(
 ) -> None:
     """Raises ConfigError where rows with images are not exact for the family of the model, or for `others`. `backend`: of
     the engine, if there is one."""
-    from skyrl_train.model.image_processor import pads_rows
-
     found = list(others)
     if pads_rows(model):
         found += layout_violations(layout, strategy.sequence_parallel_size, part_name(backend))
@@ -169,10 +158,6 @@ def check_recorded_images(
 ) -> None:
     """Read each image of a recording, whose run kept them. Raises DataError where one is missing or changed, or has another
     number of tokens; ModelError for a model that reads none; ConfigError as `require_exact_images` does."""
-    from skyrl_train.data.images import IMAGES
-    from skyrl_train.images import with_pixels
-    from skyrl_train.model.image_processor import image_reader
-
     if not recording.images:
         return
     IMAGES.recorded.append(recording.images_folder)

@@ -18,21 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from skyrl_train.config.bundles import missing_room
-from skyrl_train.config.placement import ROLES, PlacementConfig
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig, layout_of_run, validate_sft
-from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested
+from skyrl_train.config import Config, SFTConfig, layout_of_run, validate_sft
+from skyrl_train.config.models import ROLES, PlacementConfig
+from skyrl_train.config.placement import missing_room
+from skyrl_train.config.rules import validate_config
+from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested, counted
 from skyrl_train.runs.common import OnEnd, tell_nobody
-from skyrl_train.wording import counted
-
-if TYPE_CHECKING:
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.trainers.changes import ResumeSettings
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers.checkpoints import ResumeSettings
 
 C = TypeVar("C", Config, SFTConfig)
 R = TypeVar("R")
@@ -141,7 +137,7 @@ def with_room(config: C, console: RunConsole) -> C:
     """
     if not config.placement.allow_fewer_workers:
         return config
-    from skyrl_train.cluster.session import wait_for_room
+    from skyrl_train.cluster import wait_for_room
 
     nodes = wait_for_room(config.placement, lambda found: missing_room(layout_of_run(config), found) is None)
     candidates: Iterator[C] = itertools.chain([config], smaller(config))

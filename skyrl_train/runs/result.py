@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyrl_train.config.sft import AnyConfig
+from skyrl_train.config import AnyConfig
 from skyrl_train.errors import StopRequested
-from skyrl_train.telemetry.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from skyrl_train.trainers.evaluate import EvaluationResult
+from skyrl_train.rollout.rewards import forget_rewards
+from skyrl_train.runs.common import open_folder
+from skyrl_train.telemetry import RunFolder, read_metrics
+from skyrl_train.telemetry.logs import RedactingFormatter, RunLogHandler, console_streams, learn_secrets, stacks
+from skyrl_train.trainers.evaluation import EvaluationResult, read_evaluations
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,6 @@ class RunResult:
 
 def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
     """Run with a `run.log` in the run's folder, as commands do; return what the folder then holds."""
-    from skyrl_train.runs.common import open_folder
-
     folder = open_folder(config)
     try:
         with _logged(config, folder):
@@ -56,8 +55,6 @@ def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
         error.args = (line,)
         error.__dict__["_render_traceback_"] = partial(list, [f"{type(error).__name__}: {line}"])  # what IPython shows
         raise error.with_traceback(None) from None  # the whole traceback is in run.log
-    from skyrl_train.telemetry.metrics_log import read_metrics
-    from skyrl_train.trainers.evaluation_report import read_evaluations
 
     metrics, evaluations = read_metrics(folder.metrics_file), read_evaluations(folder.evaluation_file)
     return RunResult(folder=folder, metrics=metrics, evaluations=evaluations)
@@ -66,11 +63,6 @@ def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
 @contextmanager
 def _logged(config: AnyConfig, folder: RunFolder) -> Iterator[None]:
     """Keep in `run.log` what the console shows, Python's logging and the traceback of an error, without secrets."""
-    from skyrl_train.rollout.reward_functions import forget_rewards
-    from skyrl_train.telemetry import stacks
-    from skyrl_train.telemetry.redaction import RedactingFormatter, learn_secrets
-    from skyrl_train.telemetry.run_log import RunLogHandler, console_streams
-
     learn_secrets(asdict(config))
     forget_rewards()
     stacks.begin("trainer")
@@ -101,8 +93,6 @@ def _logged(config: AnyConfig, folder: RunFolder) -> Iterator[None]:
 def swept_metric(config: AnyConfig) -> float | None:
     """Return the last value of `config.sweep_metric`, of a run that was complete before, too; None, and a line in `run.log`
     that names those there are, where the run measured no such metric."""
-    from skyrl_train.telemetry.metrics_log import read_metrics
-
     records = read_metrics(RunFolder(Path(config.output_dir)).metrics_file)
     values = [record[config.sweep_metric] for record in records if record.get(config.sweep_metric) is not None]
     if values:

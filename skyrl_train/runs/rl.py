@@ -5,32 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyrl_train.cli.memory_settings import settle
-from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.image_rules import part_violations
-from skyrl_train.config.learners import run_models, scores_entropies
-from skyrl_train.config.mix import mixed_datasets
-from skyrl_train.config.platform import Devices, local_devices
-from skyrl_train.config.rewards import with_reward_components
-from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ConfigError
-from skyrl_train.model.gguf import pinned
-from skyrl_train.plan.report import optimizer_steps_text
+from skyrl_train.algorithms import shape_rewards
+from skyrl_train.batch import AssemblySettings
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.derived import run_models, scores_entropies
+from skyrl_train.config.environment import with_reward_components
+from skyrl_train.config.rules import data_parallel_size, mixed_datasets, part_violations, validate_config
+from skyrl_train.data import Curriculum, MixedSource, PromptSource
+from skyrl_train.errors import ConfigError, counted, every
+from skyrl_train.model import pinned
+from skyrl_train.model.files import check_special_tokens, image_reader, vocabulary_size
+from skyrl_train.plan import BatchPlan, optimizer_steps_text, placement_lines, placement_report, plan_batches
 from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.rollout.environments import reward_lines
-from skyrl_train.runs.build import (
-    build_evaluator,
-    build_host,
-    build_learners,
-    build_rollouts,
-    build_stream,
-    open_rollout_log,
-    size_micro_batches,
-    with_reward_weights,
-)
+from skyrl_train.rollout import RolloutGenerator
+from skyrl_train.rollout.envs import reward_lines
+from skyrl_train.rollout.stream import ReplayGenerator
+from skyrl_train.runs.cli.memory_settings import settle
 from skyrl_train.runs.common import (
     OnEnd,
     Parts,
@@ -45,24 +37,41 @@ from skyrl_train.runs.common import (
     say_goodbye,
     tell_nobody,
 )
+from skyrl_train.runs.construction.parts import (
+    build_evaluator,
+    build_host,
+    build_learners,
+    build_rollouts,
+    build_stream,
+    open_rollout_log,
+    size_micro_batches,
+    with_reward_weights,
+)
 from skyrl_train.runs.look import first_look
-from skyrl_train.runs.prompts import CheckedRows, has_images, measure_prompts, read_rows, require_exact_images
+from skyrl_train.runs.prompts import (
+    CheckedRows,
+    check_recorded_images,
+    has_images,
+    measure_prompts,
+    read_rows,
+    require_exact_images,
+)
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
-from skyrl_train.wording import counted, every
-
-if TYPE_CHECKING:
-    from skyrl_train.batch.assemble import AssemblySettings
-    from skyrl_train.data.curriculum import Curriculum
-    from skyrl_train.plan.batch_plan import BatchPlan
-    from skyrl_train.rollout.replay import ReplayGenerator
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.trainers.checkpoints import CheckpointStore
-    from skyrl_train.trainers.ppo import TrainingResult
-    from skyrl_train.trainers.resume import Start
-    from skyrl_train.trainers.state import DataFingerprint
-    from skyrl_train.trainers.steps import PPOSettings, PromptBatches
-    from skyrl_train.types import Prompt
+from skyrl_train.system import Devices, local_devices
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.telemetry.records import draw_timeline
+from skyrl_train.telemetry.trackers import draw_learning_curve
+from skyrl_train.trainers import (
+    PPOSettings,
+    PPOTrainer,
+    PromptBatches,
+    TrainingResult,
+    checkpointed_models,
+    sampling_params,
+)
+from skyrl_train.trainers.checkpoints import CapsuleWriter, CheckpointStore, DataFingerprint, Start, resume_settings
+from skyrl_train.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +104,12 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody, only_looks: bool = Fal
     config = replace(config, model=pinned(config.model))
     if config.generator.backend != "replay":
         config = with_reward_weights(config)
-    from skyrl_train.telemetry.console import RunConsole
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config)
     console.header(f"skyrl_train: {config.run_name}", describe(config))
     rows = read_all_rows(config)
     prepare_process(config)
-    from skyrl_train.plan.dry_run import plan_batches
-    from skyrl_train.trainers.changes import resume_settings
 
     checkpoints = open_checkpoints(folder.checkpoints, config.trainer)
     data = load_data(config, rows)
@@ -151,12 +157,6 @@ def _train(
     stack: ExitStack,
     only_looks: bool,
 ) -> TrainingResult | None:
-    from skyrl_train.rollout.generator import RolloutGenerator
-    from skyrl_train.telemetry.learning_curve import draw_learning_curve
-    from skyrl_train.telemetry.timeline import draw_timeline
-    from skyrl_train.trainers.capsule_writer import CapsuleWriter
-    from skyrl_train.trainers.ppo import PPOTrainer, checkpointed_models
-
     host = build_host(config, stack)
     with console.phase("engine"):
         rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
@@ -224,8 +224,6 @@ def _train(
 
 def ppo_settings(config: Config) -> PPOSettings:
     """What the loop of reinforcement learning reads of `config`."""
-    from skyrl_train.trainers.steps import PPOSettings, sampling_params
-
     return PPOSettings(
         trainer=_trainer(config),
         assembly=assembly_settings(config),
@@ -238,8 +236,6 @@ def ppo_settings(config: Config) -> PPOSettings:
 
 def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> AssemblySettings:
     """What assembly reads of `config`; `rows` in place of `generator.trajectory_rows` where it is given."""
-    from skyrl_train.batch.assemble import AssemblySettings
-    from skyrl_train.model.image_processor import image_reader
 
     def shares(num_workers: int) -> int:
         return data_parallel_size(num_workers, config.strategy.ranks_per_share)
@@ -261,9 +257,6 @@ def _trainer(config: Config) -> TrainerConfig:
 
 def describe(config: Config) -> list[str]:
     """The first lines of a run: where it runs, what it trains, what acts and what generates."""
-    from skyrl_train.plan.device_report import placement_lines
-    from skyrl_train.plan.dry_run import placement_report
-
     devices = local_devices() if config.platform.name == "gpu" and not config.placement.ray_address else Devices()
     placement = placement_lines(placement_report(config, devices)) if config.platform.name == "gpu" else ()
     environment, generator = part_name(config.environment.env_class or "of each row"), config.generator
@@ -315,12 +308,6 @@ def read_all_rows(config: Config) -> list[CheckedRows]:
 
 def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data:
     """Measure all prompts, of `rows` if they are read already. Raises DataError, ModelError (the tokenizer), ConfigError."""
-    from skyrl_train.data.curriculum import Curriculum
-    from skyrl_train.data.mix import MixedSource
-    from skyrl_train.data.prompts import PromptSource
-    from skyrl_train.model.vocabulary import check_special_tokens
-    from skyrl_train.trainers.state import DataFingerprint
-
     check_special_tokens(config.model)
     if config.generator.backend == "replay":
         return _replayed_data(config)
@@ -367,12 +354,6 @@ def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data
 
 def _replayed_data(config: Config) -> Data:
     """The recording supplies the prompts of each step. Raises DataError, ConfigError."""
-    from skyrl_train.algorithms.filters import shape_rewards
-    from skyrl_train.model.vocabulary import vocabulary_size
-    from skyrl_train.rollout.replay import ReplayGenerator
-    from skyrl_train.runs.prompts import check_recorded_images
-    from skyrl_train.trainers.state import DataFingerprint
-
     recording = ReplayGenerator(
         config.generator.replay_path,
         vocabulary_size=vocabulary_size(config.model),

@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.cli.memory_settings import settle
-from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.learners import RunModels
-from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_layout, sft_learner_settings, validate_sft
-from skyrl_train.errors import ConfigError
-from skyrl_train.model.gguf import pinned
+from skyrl_train.config import SFTConfig, SFTTrainerConfig, sft_layout, sft_learner_settings, validate_sft
+from skyrl_train.config.derived import RunModels
+from skyrl_train.config.rules import data_parallel_size
+from skyrl_train.errors import ConfigError, counted, every
+from skyrl_train.inference import HFEngine, load_for_engine
+from skyrl_train.interfaces import Learner
+from skyrl_train.learner.memory import size_run
+from skyrl_train.model import load_tokenizer, pinned
+from skyrl_train.model.files import vocabulary_size
 from skyrl_train.registry import part_name
-from skyrl_train.runs.build import Host, build_learners
+from skyrl_train.rollout import CheckedEngine
+from skyrl_train.runs.cli.memory_settings import settle
 from skyrl_train.runs.common import (
     OnEnd,
     Parts,
@@ -29,26 +33,26 @@ from skyrl_train.runs.common import (
     say_goodbye,
     tell_nobody,
 )
+from skyrl_train.runs.construction.engines import sync_within_process
+from skyrl_train.runs.construction.parts import Host, build_learners
+from skyrl_train.runs.construction.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
 from skyrl_train.runs.prompts import require_exact_images
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
-from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
-from skyrl_train.wording import counted, every
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.telemetry.records import draw_timeline
+from skyrl_train.telemetry.trackers import draw_loss_curve
+from skyrl_train.trainers import SFTResult, SFTSettings, SFTTrainer, sampling_params
+from skyrl_train.trainers.checkpoints import CapsuleWriter, CheckpointStore, Start, resume_settings
+from skyrl_train.trainers.evaluation import SampleWriter, SFTEvaluator, cut_samples_after
 
 if TYPE_CHECKING:
-    from skyrl_train.interfaces import Learner
-    from skyrl_train.runs.build_ray import Cluster
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.trainers.checkpoints import CheckpointStore
-    from skyrl_train.trainers.resume import Start
-    from skyrl_train.trainers.sft import SFTResult
-    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
-    from skyrl_train.trainers.sft_samples import SampleWriter
+    from skyrl_train.runs.construction.on_ray import Cluster
 
 _ROWS_BETWEEN_NOTES = 512 * 40
 
 
-def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None:
+def train_sft(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None:
     """Trains, or goes on training, in `config.output_dir`; None where the run there is complete. `on_end` is called before
     parts are closed.
 
@@ -60,9 +64,6 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
         raise ConfigError(violations)
     config = replace(config, model=pinned(config.model))
     prepare_process(config)
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.trainers.changes import resume_settings
-    from skyrl_train.trainers.sft_samples import cut_samples_after
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config)
@@ -116,11 +117,6 @@ def _train(
     restarts: Restarts,
     stack: ExitStack,
 ) -> SFTResult:
-    from skyrl_train.telemetry.learning_curve import draw_loss_curve
-    from skyrl_train.telemetry.timeline import draw_timeline
-    from skyrl_train.trainers.capsule_writer import CapsuleWriter
-    from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
-
     best = open_best(folder, config.trainer, start)
     with console.phase("model"):
         policy = build_policy(config, plan, stack)
@@ -170,8 +166,6 @@ def _train(
 
 def size_policy(config: SFTConfig, policy: Learner, folder: RunFolder) -> list[str]:
     """Find how large micro-batches may be, where that is asked for; the lines that say so."""
-    from skyrl_train.memory.sizing import size_run
-
     is_packed = config.trainer.layout == "packed"  # whose rows are filled before the budget is known
     return size_run(
         config.trainer,
@@ -231,7 +225,7 @@ def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
     """Return the session on Ray, or None without it."""
     if config.placement.backend != "ray":
         return None
-    from skyrl_train.runs.build_ray import Cluster, ClusterSettings, with_time_to_load
+    from skyrl_train.runs.construction.on_ray import Cluster, ClusterSettings, with_time_to_load
 
     settings = ClusterSettings(
         run_name=config.run_name,
@@ -245,8 +239,6 @@ def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
 
 def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:
     """Return what evaluates, or None if there are no held-out examples."""
-    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
-
     if not data.validation:
         return None
     return SFTEvaluator(
@@ -256,17 +248,9 @@ def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None
 
 def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: ExitStack) -> SampleWriter | None:
     """An engine of its own with a second copy of the model; None where no samples are asked for."""
-    from skyrl_train.trainers.sft_samples import SampleWriter
-    from skyrl_train.trainers.steps import sampling_params
-
     trainer = config.trainer
     if not trainer.eval_samples or not data.validation:
         return None
-    from skyrl_train.inference.hf import HFEngine, load_for_engine
-    from skyrl_train.model.causal_lm import load_tokenizer
-    from skyrl_train.model.vocabulary import vocabulary_size
-    from skyrl_train.rollout.checked_engine import CheckedEngine
-    from skyrl_train.runs.build_engines import sync_within_process
 
     tokenizer = load_tokenizer(config.model)
     model = load_for_engine(config.model, config.platform.device)

@@ -8,3 +8,14 @@
 A case computes with the package's own code and compares with a result that does not depend on the device. A case that
 crashes, aborts or hangs ends its own processes and nothing else.
 """
+
+from skyrl_train.system import lazily
+
+TYPE_CHECKING = False  # as type checkers know it
+if TYPE_CHECKING:
+    from skyrl_train.selftest.cases import Context, SkipCase
+    from skyrl_train.selftest.machine import Machine
+
+__all__ = ["Context", "Machine", "SkipCase"]
+
+__getattr__ = lazily(__name__)

@@ -27,7 +27,7 @@ from skyrl_train.selftest import measure
 from skyrl_train.selftest.cases import CASES, Case, chosen_cases
 from skyrl_train.selftest.machine import Machine
 from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body, run_case, work, work_on
-from skyrl_train.signals import answer
+from skyrl_train.system.processes import answer
 
 STATUS_FAILED, STATUS_UNUSABLE, STATUS_INTERRUPTED = 1, 2, 130
 _DETECT_DEADLINE_S = 180.0

@@ -14,24 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.planner import make_micro_batch_strategy
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.learner.build import compile_layers
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm, place_model, quiet_transformers, resolve_model_path
-from skyrl_train.model.experts import expert_modules
-from skyrl_train.model.numerics import set_numerics
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.learner import ModelEngine, PolicyLearner, compile_layers
+from skyrl_train.model import load_causal_lm, place_model, quiet_transformers, resolve_model_path
+from skyrl_train.model.layers import set_numerics
+from skyrl_train.model.parallel import expert_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from skyrl_train.distributed.strategy import ModelStrategy
+    from skyrl_train.distributed import ModelStrategy
 
 BUILTIN = "builtin:tiny_qwen2"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")

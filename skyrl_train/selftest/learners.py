@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import close_mini_batch
-from skyrl_train.batch.prefix_tree import Segment
-from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.batch.layouts import Segment
+from skyrl_train.batch.steps import close_mini_batch
+from skyrl_train.config.fields import LayoutChoice
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.sizing import SizingLimits, make_meter, size_micro_batches
-from skyrl_train.model.attention import masked_attention, segment_attention
-from skyrl_train.model.segments import Segments
+from skyrl_train.learner.memory import SizingLimits, make_meter, size_micro_batches
+from skyrl_train.model.layers import Segments, masked_attention, segment_attention
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import (
     gradient_of,

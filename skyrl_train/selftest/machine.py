@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.installed import DISTRIBUTION, requirements
+from skyrl_train.system import DISTRIBUTION, requirements
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LEARNER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "peft")

@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.batch.cost import rates_file, rates_of
-from skyrl_train.memory.model_sizes import remember
+from skyrl_train.batch.layouts import rates_file, rates_of
+from skyrl_train.model.sizes import remember
 from skyrl_train.selftest.cases import Case
 from skyrl_train.selftest.machine import Machine
 from skyrl_train.selftest.processes import CaseResult

@@ -17,24 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.cost import ATTENTION_BACKWARD, ModelShape
-from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import ATTENTION_BACKWARD, ModelShape, Segment
 from skyrl_train.batch.planner import facts_of
-from skyrl_train.batch.prefix_tree import Segment
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.rules import LayoutName
+from skyrl_train.batch.steps import LossDenominators, MiniBatch
+from skyrl_train.config.fields import LayoutName
+from skyrl_train.distributed import is_out_of_memory
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.profiling import Profiler
-from skyrl_train.memory.meter import GIB
-from skyrl_train.memory.model_sizes import read_architecture
-from skyrl_train.memory.oom_consensus import is_out_of_memory
-from skyrl_train.memory.probe import Prober, probe_rows
-from skyrl_train.memory.sizing import SizingLimits, hold_everything, make_meter
-from skyrl_train.memory.trace import StepTrace
-from skyrl_train.model.attention import segment_attention
-from skyrl_train.model.index_limit import beyond_index, widest_activation
-from skyrl_train.model.segments import Segments
+from skyrl_train.learner import PolicyLearner, Profiler
+from skyrl_train.learner.memory import GIB, Prober, SizingLimits, StepTrace, hold_everything, make_meter, probe_rows
+from skyrl_train.model.layers import Segments, beyond_index, segment_attention, widest_activation
+from skyrl_train.model.sizes import read_architecture
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import BUILTIN, make_learner, save_tokenizer
 from skyrl_train.selftest.runs import hf_opened, make_requests, vllm_opened

@@ -13,15 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.batch.stage import stage
-from skyrl_train.config.placement import StrategyConfig, mesh_sizes
-from skyrl_train.distributed.mesh import RankMesh
-from skyrl_train.distributed.process_group import join, leave
-from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, make_strategy
+from skyrl_train.batch.steps import stage
+from skyrl_train.config.models import StrategyConfig, mesh_sizes
+from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SequenceGroup, join, leave, make_strategy
 from skyrl_train.endpoints import Rendezvous
-from skyrl_train.flat_bytes import checksum_of
-from skyrl_train.model.torch_versions import all_gather, reduce_scatter
+from skyrl_train.model.parallel import all_gather, reduce_scatter
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import (
     gradient_of,
@@ -31,12 +27,11 @@ from skyrl_train.selftest.fixtures import (
     save_model,
     weights_of,
 )
-from skyrl_train.weight_sync.cuda_ipc import Export, import_copy
-from skyrl_train.weight_sync.sender import WeightGroup
-from skyrl_train.weights import pack
+from skyrl_train.weight_sync import Export, WeightGroup, import_copy
+from skyrl_train.weights import checksum_of, pack
 
 if TYPE_CHECKING:
-    from skyrl_train.batch.minibatch import MiniBatch
+    from skyrl_train.batch.steps import MiniBatch
 
 _TIMEOUT_S = 120.0
 _NUM_WORDS = 1 << 20
@@ -207,7 +202,7 @@ def _bytes_on_cuda(tensors: Iterable[Tensor]) -> int:
 
 def _own_rows(step: MiniBatch, context: Context, groups_of: int) -> MiniBatch:
     """This rank's share of the closed mini-batch; ranks that compute together have the same."""
-    from skyrl_train.batch.minibatch import MiniBatch
+    from skyrl_train.batch.steps import MiniBatch
 
     shards = stage(step.batch, context.num_ranks // groups_of).shards
     return MiniBatch(batch=shards[context.rank // groups_of], denominators=step.denominators)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, ModelConfig, PlacementConfig, PlatformConfig, VLLMConfig
 from skyrl_train.selftest.cases import Context
 from skyrl_train.selftest.fixtures import BUILTIN
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
@@ -42,8 +42,8 @@ class Opened:
 @contextmanager
 def hf_opened(path: str, device: str, *, dtype: str = "float32", rows: int = 8) -> Iterator[Opened]:
     """`generator=hf`, which takes so many `rows` at once."""
-    from skyrl_train.inference.hf import HFEngine
-    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+    from skyrl_train.inference import HFEngine
+    from skyrl_train.model import load_causal_lm, load_tokenizer
 
     model = ModelConfig(path=path)
     loaded = load_causal_lm(model, device, dtype=getattr(torch, dtype))
@@ -66,7 +66,7 @@ def hf_opened(path: str, device: str, *, dtype: str = "float32", rows: int = 8) 
 def vllm_opened(path: str, context: Context, tensor_parallel_size: int = 1) -> Iterator[Opened]:
     """`generator=vllm`, in bfloat16 on CUDA."""
     from skyrl_train.inference.vllm import VLLMEngine
-    from skyrl_train.runs.build_engines import engine_settings
+    from skyrl_train.runs.construction import engine_settings
     from skyrl_train.weights import stored_weights
 
     engine = VLLMEngine(engine_settings(_engine_config(path, context, tensor_parallel_size)))
@@ -145,7 +145,7 @@ def _before_and_after_sync(
 ) -> str:
     """Compare sampled tokens' log-probabilities with transformers on the CPU, with the first weights, with others, and
     with those after `rest`, which is given the engine and what syncs the others again."""
-    from skyrl_train.model.causal_lm import load_causal_lm
+    from skyrl_train.model import load_causal_lm
 
     model = load_causal_lm(ModelConfig(path=BUILTIN), "cpu")
     before = _largest_difference(model, opened.answers(make_requests()))

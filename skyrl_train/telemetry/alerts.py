@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from skyrl_train.config.parts import ALERTS
-from skyrl_train.config.schema import AlertsConfig
+from skyrl_train.config import AlertsConfig
 from skyrl_train.errors import ActorLostError, StopRequested
+from skyrl_train.parts import ALERTS
 from skyrl_train.registry import part_name
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.redaction import redact_text
-from skyrl_train.threads import in_time
+from skyrl_train.system import in_time
+from skyrl_train.telemetry.logs.console import RunConsole
+from skyrl_train.telemetry.logs.redaction import redact_text
 
 _WEIGHTS = (
     ". Do the engines get the weights (generator.verify_weight_sync=true, weight_sync.jsonl)? Do they compute in another "

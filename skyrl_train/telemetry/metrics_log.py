@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.files import bring_to_disk, sync_folder, write_atomically
+from skyrl_train.system.files import bring_to_disk, sync_folder, write_atomically
 
 DECLARED_METRICS = """
 step | count | Training steps that are finished; 0 is the evaluation before the first. | | TRL `step`; verl

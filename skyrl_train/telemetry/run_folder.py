@@ -43,11 +43,11 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.telemetry.files import keep_private, sync_folder
-from skyrl_train.telemetry.redaction import redact_text
+from skyrl_train.system.files import keep_private, sync_folder
+from skyrl_train.telemetry.logs.redaction import redact_text
 
 STATE_FILE = "trainer_state.json"
-"""In a checkpoint: what it knows beside the models (`trainers/state.py`)."""
+"""In a checkpoint: what it knows beside the models (`trainers/checkpoints/state.py`)."""
 _GIT_TIMEOUT_S = 5.0
 
 

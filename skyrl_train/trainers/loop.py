@@ -23,19 +23,17 @@ from typing import Any, cast
 
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.interfaces import HeldState, Learner, Scorer
-from skyrl_train.telemetry.activity import Activity
-from skyrl_train.telemetry.alerts import Alerts
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.files import FileSums
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.timeline import Timeline
-from skyrl_train.telemetry.tracker import Trackers
-from skyrl_train.trainers.checkpoint_writer import CheckpointWriter, Written
-from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_name
+from skyrl_train.system.files import FileSums
+from skyrl_train.telemetry import Activity, Alerts, RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.telemetry.records import Timeline
+from skyrl_train.telemetry.trackers import Trackers
+from skyrl_train.trainers.checkpoints.resume import Start
+from skyrl_train.trainers.checkpoints.saving import Saves
+from skyrl_train.trainers.checkpoints.state import DataFingerprint, LoopState, TrainerState
+from skyrl_train.trainers.checkpoints.store import CheckpointStore, checkpoint_name
+from skyrl_train.trainers.checkpoints.writer import CheckpointWriter, Written
 from skyrl_train.trainers.observers import Observers
-from skyrl_train.trainers.resume import Start
-from skyrl_train.trainers.saving import Saves
-from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
 from skyrl_train.trainers.step_timer import StepTimer
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
 from skyrl_train.types import RolloutBatch

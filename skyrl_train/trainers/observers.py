@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.parts import CALLBACKS, METRICS
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.parts import CALLBACKS, METRICS
 from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.metrics import StepMetrics, to_values
+from skyrl_train.telemetry import StepMetrics, to_values
+from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.types import RolloutBatch
 
 EventKind = Literal["start", "step", "evaluation", "checkpoint", "end"]

@@ -19,8 +19,8 @@ for, and what it unblocks:
     finish    the rollout log, which is flushed to disk           the checkpoint, which follows the record of its step
 
 `generate` alone reads the engine, and it depends on nothing of its own step. With `trainer.max_staleness` above 0 a stream
-takes its place (`rollout/stream.py`), which makes rollouts while the other verbs run: `generate` then waits for a batch
-whose oldest token is of version `step - 1 - max_staleness` at least, and `sync` lets further groups begin.
+takes its place (`rollout/stream/stream.py`), which makes rollouts while the other verbs run: `generate` then waits for
+a batch whose oldest token is of version `step - 1 - max_staleness` at least, and `sync` lets further groups begin.
 """
 
 from __future__ import annotations
@@ -30,28 +30,23 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from skyrl_train.algorithms.controllers import KLControllerState, next_state
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.data.curriculum import Curriculum
+from skyrl_train.algorithms import KLControllerState, next_state
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.data import Curriculum
 from skyrl_train.interfaces import Generator, Learner, ReportsMetrics, Scorer, WeightTransport
-from skyrl_train.rollout.admission import Settled
+from skyrl_train.rollout import Settled
 from skyrl_train.rollout.stream import RolloutStream
-from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.telemetry import to_values
 from skyrl_train.trainers import steps
-from skyrl_train.trainers.capsule_writer import CapsuleWriter, StepInputs
-from skyrl_train.trainers.evaluate import EvaluationResult, Evaluator
-from skyrl_train.trainers.evaluation_report import (
-    evaluation_line,
-    evaluation_table,
-    read_evaluations,
-    write_evaluation,
-)
+from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter, StepInputs
+from skyrl_train.trainers.checkpoints.resume import Start
+from skyrl_train.trainers.checkpoints.saving import export_whole
+from skyrl_train.trainers.checkpoints.state import LoopState
+from skyrl_train.trainers.evaluation.evaluate import EvaluationResult, Evaluator
+from skyrl_train.trainers.evaluation.report import evaluation_line, evaluation_table, read_evaluations, write_evaluation
 from skyrl_train.trainers.loop import TrainingLoop, is_due
 from skyrl_train.trainers.observers import StepFacts
-from skyrl_train.trainers.resume import Start
 from skyrl_train.trainers.rollout_sink import RolloutLog
-from skyrl_train.trainers.saving import export_whole
-from skyrl_train.trainers.state import LoopState
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
     document_metrics,

@@ -19,18 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import RolloutsConfig
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRequested
-from skyrl_train.telemetry.redaction import redact_text
-from skyrl_train.telemetry.rollout_store import (
-    FloatColumns,
-    TurnValues,
-    pairs_of,
-    write_failed_rollouts,
-    write_rollouts,
-)
-from skyrl_train.threads import WorkerThread
+from skyrl_train.system import WorkerThread
+from skyrl_train.telemetry.logs import redact_text
+from skyrl_train.telemetry.records import FloatColumns, TurnValues, pairs_of, write_failed_rollouts, write_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -14,20 +14,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from skyrl_train.data.loader import BatchLoader, SFTBatch
-from skyrl_train.errors import NonFiniteError
+from skyrl_train.data import BatchLoader, SFTBatch
+from skyrl_train.errors import NonFiniteError, counted
 from skyrl_train.interfaces import Learner
-from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.trainers.capsule_writer import CapsuleWriter
-from skyrl_train.trainers.checkpoints import CheckpointStore
+from skyrl_train.telemetry import StepMetrics, merge_metrics, read_metrics, to_values
+from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter
+from skyrl_train.trainers.checkpoints.saving import export_whole
+from skyrl_train.trainers.checkpoints.state import LoopState, Totals
+from skyrl_train.trainers.checkpoints.store import CheckpointStore
+from skyrl_train.trainers.evaluation.sft_evaluate import (
+    LOSS,
+    LossHistory,
+    SFTEvaluator,
+    evaluation_line,
+    evaluation_table,
+)
+from skyrl_train.trainers.evaluation.sft_samples import SampleWriter
 from skyrl_train.trainers.loop import TrainingLoop
 from skyrl_train.trainers.observers import StepFacts
-from skyrl_train.trainers.saving import export_whole
-from skyrl_train.trainers.sft_evaluate import LOSS, LossHistory, SFTEvaluator, evaluation_line, evaluation_table
-from skyrl_train.trainers.sft_samples import SampleWriter
-from skyrl_train.trainers.state import LoopState, Totals
-from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 train/loss | nats | Mean cross-entropy of a trained token. | supervised training | TRL `loss`

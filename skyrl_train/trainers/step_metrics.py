@@ -13,15 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.controllers import mean_token_kl
-from skyrl_train.algorithms.critic_losses import explained_variance
-from skyrl_train.algorithms.off_policy import LARGEST_AGE_SHOWN
-from skyrl_train.batch.staleness import behind_updates, token_ages
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.algorithms import mean_token_kl
+from skyrl_train.algorithms.losses import LARGEST_AGE_SHOWN, explained_variance
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import behind_updates, token_ages
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
 from skyrl_train.registry import part_name
-from skyrl_train.trainers.evaluate import groups_of, response_length
-from skyrl_train.trainers.state import Totals
+from skyrl_train.trainers.checkpoints.state import Totals
+from skyrl_train.trainers.evaluation.evaluate import groups_of, response_length
 from skyrl_train.types import Outcome, RolloutBatch, Trajectory
 
 DECLARED_METRICS = """

@@ -12,21 +12,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards, with_reward_columns
-from skyrl_train.algorithms.controllers import (
+from skyrl_train.algorithms import (
     EntropyControllerState,
+    SamplingState,
+    estimate_advantages,
     initial_entropy_state,
+    mask_rows,
     next_entropy_state,
+    sample_dynamically,
+    shape_rewards,
+    teacher_logprobs,
+    with_greedy_rewards,
+    with_reward_columns,
+    with_sample_counts,
+    with_step_columns,
 )
-from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
-from skyrl_train.algorithms.estimate import estimate_advantages
-from skyrl_train.algorithms.filters import mask_rows, shape_rewards, with_sample_counts
-from skyrl_train.algorithms.self_distillation import teacher_logprobs
-from skyrl_train.algorithms.step_columns import with_step_columns
-from skyrl_train.batch import assemble as assembly
-from skyrl_train.batch.minibatch import MiniBatch, mini_batches
-from skyrl_train.batch.staleness import check_staleness
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import AssemblySettings, TrainingInputBatch
+from skyrl_train.batch import assemble as assemble_rows
+from skyrl_train.batch.steps import MiniBatch, check_staleness, mini_batches
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
     FilterConfig,
@@ -34,14 +38,13 @@ from skyrl_train.config.algorithm import (
     is_self_taught,
     needs_greedy_sample,
 )
-from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.learners import old_logprobs_scored
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.derived import old_logprobs_scored
+from skyrl_train.config.models import SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
-from skyrl_train.rollout.admission import Settled
+from skyrl_train.rollout import Settled
 from skyrl_train.rollout.stream import RolloutStream
-from skyrl_train.telemetry.metrics import Mean, StepMetrics, merge_metrics
+from skyrl_train.telemetry import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
 DECLARED_METRICS = """
@@ -61,7 +64,7 @@ class PPOSettings:
     """What the loop and its verbs read of a configuration."""
 
     trainer: TrainerConfig
-    assembly: assembly.AssemblySettings
+    assembly: AssemblySettings
     n_samples_per_prompt: int
     sampling: SamplingParams
     """Of training rollouts."""
@@ -175,11 +178,11 @@ def _greedy(
 
 
 def assemble(
-    rollouts: RolloutBatch, settings: assembly.AssemblySettings, *, step: int, weight_version: int
+    rollouts: RolloutBatch, settings: AssemblySettings, *, step: int, weight_version: int
 ) -> TrainingInputBatch:
     """Trajectories to training rows, with the boundaries of the mini-batches in the metadata, less the loss of those
     that the filters leave out. Raises BatchError."""
-    batch = assembly.assemble(rollouts, settings, global_step=step, weight_version=weight_version)
+    batch = assemble_rows(rollouts, settings, global_step=step, weight_version=weight_version)
     algorithm = settings.trainer.algorithm
     return mask_rows(with_reward_columns(batch, rollouts, algorithm), rollouts, algorithm)
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from skyrl_train.errors import StopRequested
-from skyrl_train.signals import STOP_SIGNALS, answer, say
+from skyrl_train.system.processes import STOP_SIGNALS, answer, say
 
 ANSWER_TIMEOUT_S = 5.0
 """For the main thread to answer a second signal."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import skyrl_train
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.installed import install_command
-from skyrl_train.telemetry.files import write_atomically
+from skyrl_train.system import install_command
+from skyrl_train.system.files import write_atomically
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.export import write_report
 from skyrl_train.view.rollouts import RolloutIndex

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.errors import DeadlineError, SkyrlTrainError, counted
 from skyrl_train.view import records
 from skyrl_train.view.filters import Arguments, Endpoint, NotThereError, chosen_run
 from skyrl_train.view.pictures import Picture, read_picture
@@ -29,7 +29,6 @@ from skyrl_train.view.rollout_answers import RolloutAnswers
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import Run
 from skyrl_train.view.tails import Tail, end_of, new_lines
-from skyrl_train.wording import counted
 
 Json = dict[str, Any]
 

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.telemetry.files import parse_json
+from skyrl_train.system.files import parse_strict_json
 from skyrl_train.view.sources import RolloutFile
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    record = parse_json(line)
+                    record = parse_strict_json(line)
                     if not isinstance(record, dict):
                         raise ValueError(f"must be an object; got {type(record).__name__}")
                 except ValueError as error:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from skyrl_train.config.data import ImagesConfig
-from skyrl_train.data.images import REFERENCE, check_image, decode_image, image_format, is_image
+from skyrl_train.data.sources import REFERENCE, check_image, decode_image, image_format, is_image
 from skyrl_train.view.filters import NotThereError
 from skyrl_train.view.sources import Run
 

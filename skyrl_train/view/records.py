@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from skyrl_train.telemetry.files import read_json
-from skyrl_train.telemetry.metrics_log import phase_seconds
-from skyrl_train.telemetry.redaction import redact
-from skyrl_train.telemetry.timeline import kind_of
+from skyrl_train.system.files import read_json
+from skyrl_train.telemetry import phase_seconds
+from skyrl_train.telemetry.logs import redact
+from skyrl_train.telemetry.records import kind_of
 from skyrl_train.view.sources import Run
 from skyrl_train.view.tails import new_lines
 

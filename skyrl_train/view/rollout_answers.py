@@ -21,7 +21,7 @@ _ROW = (
 _SORTS = {"step": "step", "reward": "reward", "tokens": "tokens", "turns": "num_turns", "uid": "uid"}
 _GROUP_SORTS = {"spread": "spread", "mean": "reward_mean", "failed": "num_failed", "step": "step", "uid": "uid"}
 _SOLVED_REWARD = 1.0
-"""As `trainers/evaluate.py` has it, where the environment does not say what is solved."""
+"""As `trainers/evaluation/evaluate.py` has it, where the environment does not say what is solved."""
 
 
 class RolloutAnswers:

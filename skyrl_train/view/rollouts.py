@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DeadlineError
-from skyrl_train.telemetry.rollout_columns import KINDS, arrow_schema
+from skyrl_train.telemetry.records import KINDS, arrow_schema
 from skyrl_train.view.importers import Row, rows_of
 from skyrl_train.view.sources import RolloutFile, Run
 

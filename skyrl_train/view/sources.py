@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.telemetry.files import parse_json, read_json, whole_number
-from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.system.files import parse_strict_json, read_json, whole_number
+from skyrl_train.telemetry import RunFolder
 
 Kind = Literal["skyrl", "trl", "verl"]
 State = Literal["running", "finished", "stopped", "empty"]
@@ -168,7 +168,7 @@ def _last_step(path: Path) -> int | None:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
             lines = file.read().split(b"\n")
-        return whole_number(parse_json(lines[-2]), "step")
+        return whole_number(parse_strict_json(lines[-2]), "step")
     except (OSError, ValueError, IndexError, KeyError, TypeError):
         return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DeadlineError
-from skyrl_train.telemetry.files import parse_json
+from skyrl_train.system.files import parse_strict_json
 
 Json = dict[str, Any]
 _LAST_OF_LOG = 200
@@ -60,7 +60,7 @@ class Tail:
         self.offset += len(whole) + len(newline)
         for line in whole.split(b"\n") if newline else ():
             try:
-                record = parse_json(line)
+                record = parse_strict_json(line)
             except ValueError:
                 record = None
             if isinstance(record, dict) and type(record.get("step")) is int:

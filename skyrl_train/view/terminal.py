@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.telemetry.rollout_store import read_failed_rollouts, read_rollouts
-from skyrl_train.telemetry.tracker import SampleRow, sample_row
+from skyrl_train.errors import SkyrlTrainError, counted
+from skyrl_train.telemetry.records import read_failed_rollouts, read_rollouts
+from skyrl_train.telemetry.trackers import SampleRow, sample_row
 from skyrl_train.types import Prompt, Trajectory
 from skyrl_train.view.sources import RolloutFile, Run, find_runs
-from skyrl_train.wording import counted
 
 LONGEST_TEXT = 600
 """Characters of a prompt or a response; the middle of a longer one is left out."""

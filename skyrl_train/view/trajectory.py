@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train import assets
-from skyrl_train.telemetry.files import cache_folder
+from skyrl_train.data import assets
+from skyrl_train.system.files import cache_folder
 from skyrl_train.view.sources import Run
 
 Json = dict[str, Any]

@@ -1,0 +1,45 @@
+"""New weights on their way into running engines."""
+
+from skyrl_train.system import lazily
+
+TYPE_CHECKING = False  # as type checkers know it
+if TYPE_CHECKING:
+    from skyrl_train.weight_sync.cuda_ipc import Export, device_name, import_copy
+    from skyrl_train.weight_sync.device_sharing import DeviceSharing
+    from skyrl_train.weight_sync.parts import Arrivals, Entry, SentWeights, pack_part
+    from skyrl_train.weight_sync.probe import ProbeSettings, WeightSyncProbe
+    from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine, updatable, wire_dtype
+    from skyrl_train.weight_sync.rounding import Rounding, rounded
+    from skyrl_train.weight_sync.sender import RankSender, WeightGroup
+    from skyrl_train.weight_sync.transport import NoTransport, Probed, SyncRecords, WeightSync
+    from skyrl_train.weight_sync.transports import Route, RouteSettings, auto
+
+__all__ = [
+    "Arrivals",
+    "DeviceSharing",
+    "Entry",
+    "Export",
+    "NoTransport",
+    "ProbeSettings",
+    "Probed",
+    "RankSender",
+    "Receiver",
+    "Rounding",
+    "Route",
+    "RouteSettings",
+    "SentWeights",
+    "SyncRecords",
+    "UpdatableEngine",
+    "WeightGroup",
+    "WeightSync",
+    "WeightSyncProbe",
+    "auto",
+    "device_name",
+    "import_copy",
+    "pack_part",
+    "rounded",
+    "updatable",
+    "wire_dtype",
+]
+
+__getattr__ = lazily(__name__)

@@ -1,7 +1,7 @@
 """Device sharing: engines and models on the same devices, one of them at a time.
 
-Where they share devices (`config/bundles.py: shares_devices`), on Ray or in this process, only the one that works has its
-memory there; the others keep theirs in the host:
+Where they share devices (`config/placement/bundles.py: shares_devices`), on Ray or in this process, only the one that
+works has its memory there; the others keep theirs in the host:
 
     generate   engines                              everything else off
     score      one model's parameters               engines asleep

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import EngineError
-from skyrl_train.flat_bytes import Memory, Packing, host_bytes
 from skyrl_train.weights import (
     Bucket,
+    Memory,
+    Packing,
     Piece,
     dtype_name,
+    host_bytes,
     index_bytes,
     slices_of,
     tensors_of,

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
 from skyrl_train.endpoints import Endpoint
 from skyrl_train.errors import EngineError
-from skyrl_train.rollout.checked_engine import check_answer
-from skyrl_train.seeding import derive_seed
+from skyrl_train.rollout import check_answer
+from skyrl_train.system import derive_seed
 from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import UpdatableEngine

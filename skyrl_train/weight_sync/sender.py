@@ -12,28 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.distributed.gather import own_box
-from skyrl_train.distributed.process_group import meet
+from skyrl_train.distributed import meet, own_box
 from skyrl_train.endpoints import Rendezvous, free_port
-from skyrl_train.flat_bytes import Memory
 from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
 from skyrl_train.weight_sync.parts import Entry, SentWeights, pack_part
-from skyrl_train.weights import (
-    Bucket,
-    ParameterFact,
-    Piece,
-    WeightSender,
-    facts_of,
-    in_file,
-    pack,
-    pack_bucket,
-)
+from skyrl_train.weights import Bucket, Memory, ParameterFact, Piece, WeightSender, facts_of, in_file, pack, pack_bucket
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from skyrl_train.distributed.strategy import ModelStrategy
+    from skyrl_train.distributed import ModelStrategy
 
 
 class WeightGroup:

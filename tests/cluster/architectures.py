@@ -16,19 +16,16 @@ from typing import Any
 
 import torch
 
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig, OptimizerConfig
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-from skyrl_train.runs.build_engines import engine_settings, probe_settings
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.probe import WeightSyncProbe
-from skyrl_train.weight_sync.receiver import UpdatableEngine
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.model import load_causal_lm, load_tokenizer
+from skyrl_train.runs.construction import engine_settings, probe_settings
+from skyrl_train.weight_sync import DeviceSharing, UpdatableEngine, WeightSyncProbe
 from tests.support.learner_cases import fixed_rows
 from tests.support.weight_cases import in_buckets
 

@@ -22,13 +22,14 @@ os.environ["RAY_prestart_worker_first_driver"] = os.environ["RAY_enable_worker_p
 import ray
 from ray.cluster_utils import Cluster
 
-from skyrl_train.cli.auto_placement import place
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.learners import layout_of
-from skyrl_train.config.schema import Config, PlacementConfig
+from skyrl_train.config import Config
+from skyrl_train.config.derived import layout_of
+from skyrl_train.config.models import PlacementConfig
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.runs.cli import place
 from tests.cluster.several_nodes import Probe
 from tests.support.auto_placement_cases import COUNTS, gpu_config
 from tests.support.learner_cases import settings_of

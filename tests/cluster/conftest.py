@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.schema import PlacementConfig
+from skyrl_train.config.models import PlacementConfig
 from tests.support.learner_cases import save_tiny_model
 
 

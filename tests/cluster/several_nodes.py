@@ -25,8 +25,8 @@ from ray.util.placement_group import placement_group_table
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement, Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
-from skyrl_train.config.bundles import plan_layout
-from skyrl_train.config.schema import PlacementConfig
+from skyrl_train.config.models import PlacementConfig
+from skyrl_train.config.placement import plan_layout
 from skyrl_train.errors import SkyrlTrainError
 from tests.support.learner_cases import settings_of
 from tests.support.ray_learners import make_config, three_steps, weights_of

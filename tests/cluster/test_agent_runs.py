@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.rollout.token_stream import listening
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.rollout import listening
+from skyrl_train.telemetry.records import read_rollouts
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.support.command_runs import RAY, exported, records, relative_difference, run_command
 from tests.support.vllm_apart import settings_apart

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cli.auto_placement import place
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference.vllm_settings import vllm_settings
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.inference.vllm import vllm_settings
+from skyrl_train.runs.cli import place
+from skyrl_train.runs.construction import engine_settings
 from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 from tests.support.learner_cases import policy_of
 from tests.support.ray_learners import make_config, three_steps, weights_of
@@ -79,7 +79,7 @@ def test_vllm_knows_every_argument_of_the_engines_that_are_chosen(
     try:
         placed = place(config, gpus(count))
     except ConfigError:
-        pytest.skip("refused: tests/unit/cli/test_auto_placement.py shows that its remedies work")
+        pytest.skip("refused: tests/unit/runs/test_auto_placement.py shows that its remedies work")
     arguments = vllm_settings(engine_settings(placed)).arguments
     assert set(arguments) <= set(inspect.signature(EngineArgs).parameters)
     engine = EngineArgs(**arguments)

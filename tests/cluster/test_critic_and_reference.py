@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.schema import CriticConfig, CriticModelConfig, LoraConfig, OptimizerConfig
+from skyrl_train.config.models import CriticConfig, CriticModelConfig, LoraConfig, OptimizerConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.interfaces import Learner
 from skyrl_train.weights import stored_weights

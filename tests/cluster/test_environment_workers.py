@@ -12,7 +12,7 @@ import ray
 from skyrl_train.cluster.environment_workers import RayWorkers
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ConfigError
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts import LocalWorkers, WorkerSettings
 from tests.reliability.hostile_environments import HOSTILE
 from tests.support.command_runs import records, run_command
 from tests.support.hostile_play import Played

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skyrl_train.model.causal_lm import resolve_model_path
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.model import resolve_model_path
+from skyrl_train.telemetry.records import read_rollouts
 from tests.support.command_runs import records, run_command, start_command, unaccounted_share, wait_for
 
 pytestmark = pytest.mark.cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.images import ImageSpan
 from tests.support.learner_cases import make_batch, policy_of

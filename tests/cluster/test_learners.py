@@ -15,16 +15,13 @@ from torch import Tensor
 
 from skyrl_train.cluster.learners import RayLearner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.schema import (
-    Config,
-    ModelConfig,
-)
+from skyrl_train.config import Config
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ActorLostError, SaveError
 from skyrl_train.interfaces import Learner
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.plan.batch_plan import BatchPlan
-from skyrl_train.plan.dry_run import plan_batches
-from skyrl_train.trainers.manifest import sha256_of
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.plan import BatchPlan, plan_batches
+from skyrl_train.trainers.checkpoints import sha256_of
 from tests.support.learner_cases import make_batch, policy_of
 from tests.support.ray_learners import (
     LENGTHS,

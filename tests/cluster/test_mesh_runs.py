@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer, quiet_transformers
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_tokenizer, quiet_transformers
 from tests.support.command_runs import RAY, exported, records, relative_difference, run_command
 
 NIGHTLY = pytest.mark.nightly

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.stage import stage
-from skyrl_train.config.schema import (
-    Config,
+from skyrl_train.batch.steps import stage
+from skyrl_train.config import Config
+from skyrl_train.config.models import (
     CriticConfig,
     CriticModelConfig,
     ModelConfig,
@@ -21,11 +22,10 @@ from skyrl_train.config.schema import (
     PlatformConfig,
     StrategyConfig,
 )
-from skyrl_train.distributed.strategy import Sharded
+from skyrl_train.distributed import Sharded
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model import causal_lm, value_model
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.model import load_causal_lm
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import critic_of, make_batch, policy_of, save_tiny_model
 from tests.support.ray_learners import make_config, mini_batch, relative_difference, weights_of
@@ -90,7 +90,8 @@ def build_on_rank(rank: int, folder: Path) -> dict[str, dict[str, Tensor]]:
             raise AssertionError("a rank that receives its part read weights from the disk")
 
         safetensors.safe_open = safetensors.torch.load_file = refuse  # type: ignore[assignment]
-        causal_lm.read_causal_lm = value_model.read_causal_lm = value_model.safe_open = refuse  # type: ignore[assignment]
+        for module in ("causal_lm", "value_model"):
+            vars(import_module(f"skyrl_train.model.{module}")).update(read_causal_lm=refuse, safe_open=refuse)
     config = replace(make_config(folder, strategy="fsdp2"), critic=CriticConfig(model=CriticModelConfig(path="policy")))
     found = {}
     for role in ("policy", "critic"):

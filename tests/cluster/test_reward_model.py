@@ -22,9 +22,9 @@ from skyrl_train.cluster.reward_model import RayScorer
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ActorLostError, ModelError
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer
-from skyrl_train.rollout.rewards.model import RewardModel
+from skyrl_train.model import load_tokenizer
+from skyrl_train.model.files import ScorerSettings, SequenceScorer
+from skyrl_train.rollout.rewards import RewardModel
 from tests.support.reward_model_cases import CONVERSATIONS, save_reward_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
 from skyrl_train.errors import ModelError
 from tests.support.command_runs import RAY, exported, records, run_command
 from tests.support.command_runs import relative_difference as distance_of_files

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
+from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig, StrategyConfig
-from skyrl_train.config.sft import SFTConfig, sft_learner_settings
-from skyrl_train.data.collate import PackedDataCollator
-from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
+from skyrl_train.config import SFTConfig, sft_learner_settings
+from skyrl_train.config.models import LoraConfig, ModelConfig, OptimizerConfig, StrategyConfig
+from skyrl_train.data.sft import ExampleSet, PackedDataCollator, SourcePart, store_of
 from skyrl_train.interfaces import Learner
-from skyrl_train.learner.build import build_learner
+from skyrl_train.learner import build_learner
 from tests.support.learner_cases import VOCABULARY
 
 pytestmark = pytest.mark.cluster

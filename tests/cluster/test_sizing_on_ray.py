@@ -13,11 +13,11 @@ import pytest
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, StrategyConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, StrategyConfig
 from skyrl_train.interfaces import Learner
-from skyrl_train.memory.report import read_reports
-from skyrl_train.memory.sizing import size_run
+from skyrl_train.learner.memory import read_reports, size_run
 from tests.support.layout_cases import close
 from tests.support.learner_cases import make_batch, policy_of, settings_of
 

@@ -14,12 +14,10 @@ import pytest
 from skyrl_train.cluster.engine_group import EngineGroup, GroupEngine
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ActorLostError
-from skyrl_train.runs.build_engines import engine_settings
-from skyrl_train.telemetry import stacks
+from skyrl_train.runs.construction import engine_settings
+from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import GenerationRequest, SamplingParams
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
-from skyrl_train.weight_sync.transports import RouteSettings, auto
+from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync, auto
 from tests.support.command_runs import RAY, start_command, wait_for
 from tests.support.ray_learners import SLOT, make_config
 

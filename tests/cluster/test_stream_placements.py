@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.trainers.observers import RunEvent
+from skyrl_train.trainers import RunEvent
 from tests.support.command_runs import (
     RAY,
     TIMEOUT_S,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync import DeviceSharing
 from tests.support.learner_cases import make_batch, settings_of
 from tests.support.ray_learners import LENGTHS, SLOT, make_config, mini_batch, relative_difference, weights_of
 from tests.support.shared_engines import engines

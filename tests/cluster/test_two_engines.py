@@ -15,17 +15,16 @@ from torch import Tensor
 from skyrl_train.cluster.engine_group import EngineGroup, GroupEngine
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, EnvironmentConfig
-from skyrl_train.data.prompts import load_prompts
-from skyrl_train.inference.routing import PrefixRouter
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.config import Config
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig, VLLMConfig
+from skyrl_train.data import load_prompts
+from skyrl_train.inference import PrefixRouter
+from skyrl_train.model import load_causal_lm, load_tokenizer
+from skyrl_train.rollout import RolloutGenerator
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationOutput, GenerationRequest, RolloutBatch, SamplingParams, Trajectory
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
-from skyrl_train.weight_sync.transports import RouteSettings, auto
+from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync, auto
 from skyrl_train.weights import stored_weights
 from tests.support.ray_learners import SLOT, make_config
 from tests.support.vllm_apart import moved

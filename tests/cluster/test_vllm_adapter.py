@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, LoraConfig, ModelConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, LoraConfig, ModelConfig, VLLMConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
+from skyrl_train.model import load_causal_lm, quiet_transformers
 from skyrl_train.model.lora import adapter_tensors, add_adapter, as_they_are, merged_weights
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationOutput
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync import DeviceSharing
 from tests.support.learner_cases import settings_of
 from tests.support.ray_learners import SLOT, make_config, mini_batch
 from tests.support.vllm_cases import LONG_PROMPT, expected_logprobs, largest_difference, request, sync

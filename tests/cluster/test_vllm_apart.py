@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import vllm_settings
-from skyrl_train.telemetry import stacks
+from skyrl_train.inference.vllm import VLLMEngine, vllm_settings
+from skyrl_train.telemetry.logs import stacks
 from tests.support.vllm_apart import (
     check_death,
     check_orphans,

@@ -13,16 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
+from skyrl_train.config.models import GeneratorConfig, SamplingConfig
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import vllm_settings
-from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
-from skyrl_train.runs.build_engines import engine_settings
-from skyrl_train.weight_sync.cuda_ipc import Export
-from skyrl_train.weight_sync.receiver import wire_dtype
-from skyrl_train.weight_sync.sender import WeightGroup
+from skyrl_train.inference.vllm import VLLMEngine, vllm_settings
+from skyrl_train.model import load_causal_lm, quiet_transformers
+from skyrl_train.runs.construction import engine_settings
+from skyrl_train.weight_sync import Export, WeightGroup, wire_dtype
 from skyrl_train.weights import Bucket, pack, pack_bucket
 from tests.support.vllm_cases import CONFIG, LONG_PROMPT, expected_logprobs, largest_difference, request, sync
 from tests.support.weight_cases import in_buckets

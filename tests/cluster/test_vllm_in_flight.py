@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.support.command_runs import RAY, exported, records, relative_difference, run_command
 from tests.support.stream_checks import check_each_prompt_once, check_versions, journal

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import SamplingParams
 from tests.support.vllm_draws import CONFIG, ask, check_draws, check_repetition
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference.vllm_tools import vllm_tool_parser
-from skyrl_train.rollout.tools.formats import make_parser
+from skyrl_train.inference.vllm import vllm_tool_parser
+from skyrl_train.rollout.tools import make_parser
 from tests.support.fakes import make_tokenizer
 
 pytestmark = pytest.mark.cluster

@@ -16,16 +16,13 @@ import pytest
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.bundles import count_engines
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, ModelConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, ModelConfig, VLLMConfig
+from skyrl_train.config.placement import count_engines
 from skyrl_train.errors import ActorError
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
-from skyrl_train.weight_sync.transport import WeightSync
-from skyrl_train.weight_sync.transports import Route
+from skyrl_train.weight_sync import DeviceSharing, Receiver, Route, UpdatableEngine, WeightSync
 from skyrl_train.weights import Bucket
 from tests.support.learner_cases import settings_of
 from tests.support.ray_learners import SLOT, make_config, mini_batch

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.prefix_tree import hosts_of, prefix_order
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch, assemble
+from skyrl_train.batch.layouts import hosts_of, prefix_order
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.rollout.agents.session import Session
-from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.rollout import ChatTokens
+from skyrl_train.rollout.agents import Session
+from skyrl_train.runs import assembly_settings
 from skyrl_train.types import GenerationRequest, Outcome, Prompt, RolloutBatch, Trajectory
 from tests.support.agent_cases import asked, episode, origin, user
 from tests.support.fakes import FakeEngine, make_tokenizer

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ModelError
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.model.layouts import supported_layout
+from skyrl_train.model import load_causal_lm, supported_layout
 from tests.cluster.architectures import ARCHITECTURES, EAGER, build
 from tests.support.layout_cases import close, distance, flat_gradient, on_policy, tree_batch
 from tests.support.learner_cases import make_learner

@@ -9,27 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.steps import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.distributed.strategy import ModelStrategy
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.distributed import ModelStrategy
 from skyrl_train.errors import MemoryLimitError
-from skyrl_train.learner.critic import CriticLearner
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.probe import Probed, Prober
-from skyrl_train.memory.sizing import (
+from skyrl_train.learner import CriticLearner, ModelEngine, PolicyLearner
+from skyrl_train.learner.memory import (
     WORTH_A_TRIAL,
+    CountingMeter,
     PhaseReport,
+    Probed,
+    Prober,
     SizingLimits,
     SizingReport,
+    StepTrace,
     hold_everything,
     size_micro_batches,
 )
-from skyrl_train.memory.trace import StepTrace
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.model.value_model import load_value_model
+from skyrl_train.model import load_causal_lm, load_value_model
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import close, on_policy
 from tests.support.learner_cases import fixed_rows, make_batch, save_tiny_model

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.steps import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.model import load_causal_lm
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import close
 from tests.support.learner_cases import fixed_rows, make_batch, save_tiny_model

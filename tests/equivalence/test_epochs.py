@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.model import load_causal_lm
 from skyrl_train.trainers import steps
 from tests.support.learner_cases import make_batch, make_double, make_learner, save_tiny_model
 

@@ -11,18 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.stage import stage
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.placement import mesh_sizes
-from skyrl_train.config.rules import LayoutName
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig, StrategyConfig
-from skyrl_train.distributed.mesh import RankMesh
-from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, SingleProcess, make_strategy
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.expert_routing import follow_routing
-from skyrl_train.model.experts import check_experts
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch, stage
+from skyrl_train.config.fields import LayoutName
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, StrategyConfig, mesh_sizes
+from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SingleProcess, make_strategy
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.model.parallel import check_experts, follow_routing
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance, use_layout
 from tests.support.layouts import Layout, closed, fixed_rollouts

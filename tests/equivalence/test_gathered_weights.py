@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from skyrl_train.config.schema import LoraConfig, ModelConfig
-from skyrl_train.distributed.gather import gather_whole, own_box
-from skyrl_train.distributed.strategy import Sharded
+from skyrl_train.config.models import LoraConfig, ModelConfig
+from skyrl_train.distributed import Sharded, gather_whole, own_box
 from skyrl_train.endpoints import Rendezvous
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.model.lora import add_adapter, as_they_are, by_layer, merged_weights, weights_by_name
-from skyrl_train.model.torch_versions import ALL_GATHER
-from skyrl_train.weight_sync.parts import Arrivals
-from skyrl_train.weight_sync.sender import RankSender, WeightGroup
+from skyrl_train.model.parallel import ALL_GATHER
+from skyrl_train.weight_sync import Arrivals, RankSender, WeightGroup
 from skyrl_train.weights import Bucket, copied
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import save_tiny_model

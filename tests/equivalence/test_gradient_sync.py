@@ -12,18 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.stage import stage
-from skyrl_train.config.placement import sums_once_a_step
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.distributed.strategy import GradientSync, Sharded
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.meter import GIB, CountingMeter
-from skyrl_train.memory.probe import Prober
-from skyrl_train.memory.sizing import hold_everything
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.model.torch_versions import REDUCE_SCATTER
+from skyrl_train.batch.steps import MiniBatch, stage
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, sums_once_a_step
+from skyrl_train.distributed import GradientSync, Sharded
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.learner.memory import GIB, CountingMeter, Prober, hold_everything
+from skyrl_train.model import load_causal_lm
+from skyrl_train.model.parallel import REDUCE_SCATTER
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import ALGORITHM as LAYOUT_ALGORITHM
 from tests.support.layout_cases import close, distance, flat_gradient, on_policy

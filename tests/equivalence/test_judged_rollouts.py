@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from examples.judge.stub_judge import MODEL, StubJudge, points
-from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.batch.steps import close_mini_batch
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import EngineError, SkyrlTrainError
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.rollout import RolloutGenerator
+from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import FailureKind, GenerationRequest, RolloutBatch, SamplingParams
 from tests.support.fakes import FakeEngine, make_prompts, make_tiny_model, make_tokenizer

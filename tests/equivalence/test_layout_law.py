@@ -8,12 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.batch.minibatch import LOSS_REDUCTIONS
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_causal_lm
+from skyrl_train.parts import KL_ESTIMATORS, LOSS_REDUCTIONS, POLICY_LOSSES
 from tests.support.layout_cases import REGIMES
 from tests.support.layouts import (
     ALL_DIFFERENT,

@@ -11,16 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.batch.layout import Layout, spread_to_rows
-from skyrl_train.batch.stage import computed_together, stage
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.algorithms.losses import ValueLossInputs, value_loss
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import Layout, spread_to_rows
+from skyrl_train.batch.steps import computed_together, stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model import joined_attention
-from skyrl_train.telemetry.metrics import StepMetrics, to_values
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.parts import KL_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.telemetry import StepMetrics, to_values
 from tests.support.layout_cases import (
     ALGORITHM,
     LAYOUTS,
@@ -44,8 +42,8 @@ ANY_REGIME = pytest.mark.parametrize("regime", REGIMES)
 def _short_runs() -> Iterator[None]:
     """The last layer's attention leaves out queries of rows as short as these, too, and causal calls are cut in halves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joined_attention, "_SHORTEST_RUN", 1)
-        patch.setattr(joined_attention, "_LONGEST_CAUSAL", 3)
+        patch.setattr("skyrl_train.model.layers.joined_attention._SHORTEST_RUN", 1)
+        patch.setattr("skyrl_train.model.layers.joined_attention._LONGEST_CAUSAL", 3)
         yield
 
 

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skyrl_train.batch.stage import computed_together, stage
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import computed_together, stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.learner.critic import CriticLearner
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.model.value_model import load_value_model
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.learner import CriticLearner, ModelEngine
+from skyrl_train.model import load_value_model
 from tests.support.layout_cases import (
     LAYOUTS,
     REGIMES,

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import LOSS_REDUCTIONS, close_mini_batch
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import close_mini_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.parts import LOSS_REDUCTIONS
+from skyrl_train.telemetry import to_values
 from tests.support.layout_cases import on_policy
 from tests.support.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import LoraConfig, ModelConfig
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import LoraConfig, ModelConfig
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.policy import BaseOfAdapter, PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.learner import BaseOfAdapter, PolicyLearner
+from skyrl_train.model import load_causal_lm
 from skyrl_train.model.lora import adapter_tensors, add_adapter
 from tests.support.learner_cases import make_batch, save_tiny_model, supervised_learner
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.placement import StrategyConfig, mesh_sizes
-from skyrl_train.distributed.mesh import RankMesh
-from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, SingleProcess
-from skyrl_train.distributed.strategy import make_strategy as strategy_of
+from skyrl_train.config.models import StrategyConfig, mesh_sizes
+from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SingleProcess
+from skyrl_train.distributed import make_strategy as strategy_of
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance
 from tests.support.moe_cases import EXPERTS

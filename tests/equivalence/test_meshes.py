@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.distributed.strategy import SingleProcess
+from skyrl_train.distributed import SingleProcess
 from tests.support.layout_cases import distance
 from tests.support.sequence_cases import CASES, Case, Ranks, alone, make_learner, outcome, run_ranks, save_models
 

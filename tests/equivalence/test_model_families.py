@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import Config, EnvironmentConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, PolicyConfig
 from skyrl_train.errors import ModelError
-from skyrl_train.inference import kv_cache
-from skyrl_train.inference.decode import Decoder
-from skyrl_train.model import numerics
-from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
-from skyrl_train.model.layouts import supported_layout
-from skyrl_train.runs.rl import train
+from skyrl_train.inference import Decoder, require_exact_cache
+from skyrl_train.model import load_causal_lm, quiet_transformers, supported_layout
+from skyrl_train.model.layers import say_eager
+from skyrl_train.runs import train
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.command_runs import records
 from tests.support.layout_cases import close, distance, flat_gradient, on_policy, tree_batch
@@ -126,7 +126,7 @@ def test_a_step_of_grpo_trains_what_is_exported(
     config = Config(output_dir=str(tmp_path / "run"))
     optimizer = OptimizerConfig(name="sgd", lr=1.0)
     sizes = {"total_steps": 1, "train_batch_size": 2, "policy_mini_batch_size": 2, "critic_mini_batch_size": 2}
-    numerics.say_eager.cache_clear()
+    say_eager.cache_clear()
     with caplog.at_level(logging.INFO):
         train(
             replace(
@@ -168,7 +168,9 @@ def test_merged_rows_are_refused_by_name_and_never_chosen(folder: Path, layout: 
 
 def test_a_model_whose_cache_gives_other_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_causal_lm(ModelConfig(path=str(build_family("mamba2", tmp_path))), "cpu").eval()
-    kv_cache.require_exact_cache(model)
-    monkeypatch.setattr(kv_cache.OwnCache, "take_rows", lambda self, rows: self._cache.reorder_cache(rows.roll(1)))
+    require_exact_cache(model)
+    monkeypatch.setattr(
+        "skyrl_train.inference.kv_cache.OwnCache.take_rows", lambda self, rows: self._cache.reorder_cache(rows.roll(1))
+    )
     with pytest.raises(ModelError, match=r"cannot generate with a mamba2 model token by token.*Use generator=vllm"):
-        kv_cache.require_exact_cache(model)
+        require_exact_cache(model)

@@ -13,14 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.steps import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.fit import MemoryProbe
-from skyrl_train.memory.probe import Prober
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.learner.memory import MemoryProbe, Prober
+from skyrl_train.model import load_causal_lm
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import close, on_policy
 from tests.support.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
@@ -95,7 +93,7 @@ def one_step(
         for parameter, value in zip(engine.parameters.values(), before):
             parameter.copy_(value)
     if engine.strategy.sharded:
-        from skyrl_train.distributed.fsdp import reshard
+        from skyrl_train.distributed import reshard
 
         reshard(engine.model)
     return found

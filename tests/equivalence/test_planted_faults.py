@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, MicroBatch
-from skyrl_train.batch.minibatch import close_mini_batch
-from skyrl_train.batch.stage import stage
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.algorithms.losses import token_kl
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, MicroBatch
+from skyrl_train.batch.steps import close_mini_batch, stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_causal_lm
 from tests.support.layouts import (
     ALL_DIFFERENT,
     Step,
@@ -74,7 +73,7 @@ def unmasked_mean(patch: pytest.MonkeyPatch) -> None:
     def planted(values: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, (values - values.mean()) / values[mask].std(), 0.0)
 
-    patch.setattr("skyrl_train.batch.minibatch.whiten", planted)
+    patch.setattr("skyrl_train.batch.steps.minibatch.whiten", planted)
 
 
 def denominators_per_micro_batch(patch: pytest.MonkeyPatch) -> None:

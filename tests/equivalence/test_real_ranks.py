@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from skyrl_train.batch.documents import reduction_schedule
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.planner import reduction_schedule
+from skyrl_train.batch.steps import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_causal_lm
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import REGIMES, Regime
 from tests.support.layouts import (

@@ -12,15 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.stage import stage
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.state import read_model
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
-from skyrl_train.weight_sync.sender import RankSender
+from skyrl_train.batch.steps import MiniBatch, stage
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.distributed import ModelStrategy, SingleProcess
+from skyrl_train.learner import ModelEngine, PolicyLearner, read_model
+from skyrl_train.model import load_causal_lm, load_tokenizer, quiet_transformers
+from skyrl_train.weight_sync import RankSender
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import close, tree_batch, use_layout
 from tests.support.learner_cases import fixed_rows, make_double

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.estimate import estimate_advantages
-from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.algorithms import estimate_advantages
+from skyrl_train.batch.steps import close_mini_batch
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.rollout import RolloutGenerator
+from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import GenerationRequest, RolloutBatch, SamplingParams
 from tests.support.fakes import (

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.stage import stage
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.expert_routing import follow_routing
+from skyrl_train.batch.steps import stage
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.distributed import ModelStrategy, Replicated, SequenceGroup, Sharded
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.model.parallel import follow_routing
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance, use_layout
 from tests.support.layouts import Layout, closed, fixed_rollouts

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import policy_loss
-from skyrl_train.batch.prefix_tree import hosts_of, prefix_order, sharing_keys
-from skyrl_train.batch.training_batch import ROUTED
-from skyrl_train.config.rules import LayoutName
-from skyrl_train.model.expert_routing import follow_routing
+from skyrl_train.algorithms.losses import PolicyLossInputs, policy_loss
+from skyrl_train.batch import ROUTED
+from skyrl_train.batch.layouts import hosts_of, prefix_order, sharing_keys
+from skyrl_train.config.fields import LayoutName
+from skyrl_train.model.parallel import follow_routing
 from skyrl_train.types import RolloutBatch
 from tests.support.layouts import (
     ALL_DIFFERENT,

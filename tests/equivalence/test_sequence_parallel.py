@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import distributed
 
-from skyrl_train.batch.layout import LAYOUTS as PLAIN
-from skyrl_train.batch.layout import make_layout
-from skyrl_train.batch.stage import stage
-from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.model.layouts import hidden_states
+from skyrl_train.batch.layouts import LAYOUTS as PLAIN
+from skyrl_train.batch.layouts import make_layout
+from skyrl_train.batch.steps import stage
+from skyrl_train.distributed import SequenceGroup
+from skyrl_train.model import hidden_states
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import close, distance, tree_batch
 from tests.support.memory_cases import DEADLINE_S, FailingMeter, size_itself

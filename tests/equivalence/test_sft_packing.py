@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.data.collate import Collator, DefaultCollator, PackedDataCollator
-from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.batch.steps import MiniBatch
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.data.sft import Collator, DefaultCollator, ExampleSet, PackedDataCollator, SourcePart, store_of
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.model import load_causal_lm
 from tests.support.learner_cases import VOCABULARY, save_tiny_model, supervised_learner
 
 LENGTHS = (7, 19, 3, 12, 2, 30, 5, 11)

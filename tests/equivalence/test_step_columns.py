@@ -13,16 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from skyrl_train.algorithms.ratios import Turns, masked
-from skyrl_train.algorithms.sequence_losses import gspo, reads_sequences, statistic_of
+from skyrl_train.algorithms.losses import (
+    PolicyLossInputs,
+    PolicyLossOutput,
+    Turns,
+    gspo,
+    masked,
+    reads_sequences,
+    statistic_of,
+)
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.model import load_causal_lm
 from skyrl_train.registry import reads
 from tests.support.layouts import (
     ALL_DIFFERENT,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from skyrl_train.batch.prefix_tree import prefix_order, tree_segments
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import prefix_order, tree_segments
 from tests.support.layout_cases import tree_batch
 
 

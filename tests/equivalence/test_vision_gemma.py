@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import policy_loss
+from skyrl_train.algorithms.losses import PolicyLossInputs, policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.images import ImageSpan
-from skyrl_train.inference.decode import Decoder
+from skyrl_train.inference import Decoder
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.layout_cases import use_layout
 from tests.support.layouts import Layout, Step, assert_same_gradient, closed, fixed_rollouts, learner_of

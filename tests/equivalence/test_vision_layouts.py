@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import policy_loss
-from skyrl_train.batch.prefix_tree import prefix_order, sharing_keys
+from skyrl_train.algorithms.losses import PolicyLossInputs, policy_loss
+from skyrl_train.batch.layouts import prefix_order, sharing_keys
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutName
+from skyrl_train.config.fields import LayoutName
 from skyrl_train.types import RolloutBatch
 from tests.support.layout_cases import use_layout
 from tests.support.layouts import (

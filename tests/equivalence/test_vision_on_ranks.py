@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.steps import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutName
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.config.fields import LayoutName
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.distributed import ModelStrategy, Replicated, SequenceGroup, Sharded
+from skyrl_train.learner import ModelEngine, PolicyLearner
 from skyrl_train.types import RolloutBatch
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance, use_layout

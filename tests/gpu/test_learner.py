@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from skyrl_train.batch.minibatch import close_mini_batch
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import LoraConfig, ModelConfig
-from skyrl_train.memory.oom_consensus import is_out_of_memory
-from skyrl_train.model.attention import flex, segment_attention
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.batch.layouts import Segment
+from skyrl_train.batch.steps import close_mini_batch
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import LoraConfig, ModelConfig
+from skyrl_train.distributed import is_out_of_memory
+from skyrl_train.model import load_causal_lm
+from skyrl_train.model.layers import Segments, flex, segment_attention, set_numerics
 from skyrl_train.model.lora import add_adapter
-from skyrl_train.model.numerics import set_numerics
-from skyrl_train.model.segments import Segment, Segments
 from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_rows, relative_error, save_model
 from tests.reliability.kill_and_resume import main as kill_and_resume
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, PlatformConfig, VLLMConfig
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.runs.construction import engine_settings
 from tests.support.vllm_apart import check_death, check_orphans, check_updates_under_way, endless, settings_apart
 from tests.support.vllm_draws import check_draws, check_repetition
 

@@ -10,23 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import (
-    Config,
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.models import (
+    GeneratorConfig,
     ModelConfig,
     PlacementConfig,
     PlatformConfig,
     StrategyConfig,
-    TrainerConfig,
+    VLLMConfig,
 )
-from skyrl_train.distributed.process_group import join, leave
-from skyrl_train.distributed.strategy import GradientSync, Sharded, SingleProcess
+from skyrl_train.distributed import GradientSync, Sharded, SingleProcess, is_out_of_memory, join, leave
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
-from skyrl_train.memory.oom_consensus import is_out_of_memory
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.weight_sync.cuda_ipc import Export, device_name, import_copy
-from skyrl_train.weight_sync.sender import RankSender, WeightGroup
+from skyrl_train.model import load_causal_lm
+from skyrl_train.weight_sync import Export, RankSender, WeightGroup, device_name, import_copy
 from skyrl_train.weights import Bucket, pack, unpack
 from tests.support.learner_cases import save_tiny_model
 
@@ -146,9 +143,9 @@ def test_engines_that_share_the_devices_compute_with_what_was_sent(tmp_path: Pat
     pytest.importorskip("vllm")
     if torch.cuda.device_count() < tensor_parallel:
         pytest.skip(f"needs {tensor_parallel} GPUs")
-    from skyrl_train.config.learners import run_models
-    from skyrl_train.plan.dry_run import plan_batches
-    from skyrl_train.runs.build import build_host, build_learners
+    from skyrl_train.config.derived import run_models
+    from skyrl_train.plan import plan_batches
+    from skyrl_train.runs.construction import build_host, build_learners
 
     config = Config(
         output_dir=str(tmp_path),

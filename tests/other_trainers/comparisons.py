@@ -15,17 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from skyrl_train.algorithms.filters import with_sample_counts
-from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.kl import KL_ESTIMATORS, token_kl, unbiased_kl
-from skyrl_train.algorithms.losses import policy_loss
-from skyrl_train.algorithms.off_policy import off_policy_weights, rejected
-from skyrl_train.algorithms.ratios import rows_of
-from skyrl_train.algorithms.step_columns import high_entropy
-from skyrl_train.batch.reduce import masked_mean, whiten
+from skyrl_train.algorithms import AdvantageInputs, high_entropy, with_sample_counts
+from skyrl_train.algorithms.losses import (
+    PolicyLossInputs,
+    off_policy_weights,
+    policy_loss,
+    rejected,
+    rows_of,
+    token_kl,
+    unbiased_kl,
+)
+from skyrl_train.batch import masked_mean, whiten
 from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, FilterConfig, OffPolicyConfig
-from skyrl_train.seeding import derive_seed
+from skyrl_train.parts import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from skyrl_train.system import derive_seed
 from tests.other_trainers.functions import module_of, openrlhf_loss, skyrl_loss, trl_loss, verl_policy_loss
 from tests.support.advantage_oracles import Sample, advantage_inputs_of, random_samples
 from tests.support.learner_cases import make_batch

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MODEL = Path(__file__).parents[2] / "skyrl_train/assets/tiny_qwen2"
+MODEL = Path(__file__).parents[2] / "skyrl_train/data/assets/tiny_qwen2"
 ROWS = (
     ("What is 2+3?", "5", ("2+3=5\n#### 5", "#### 6")),
     ("What is 4*3?", "12", ("4*3=12\n#### 12", "<b>twelve</b>")),

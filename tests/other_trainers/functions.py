@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.inputs import PolicyLossInputs
+from skyrl_train.algorithms.losses import PolicyLossInputs
 
 
 @cache

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
-from skyrl_train.cli.resolvers import conf_dir
-from skyrl_train.signals import STOP_SIGNALS
+from skyrl_train.runs.cli import conf_dir
+from skyrl_train.system.processes import STOP_SIGNALS
 from tests.support.composing import presets_composed_once
 
 TABLE = Path(__file__).with_name("command_lines.txt")
@@ -45,7 +45,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/bin:/bin",
 }
 """All that a command sees of the environment, beside HOME, which is its folder."""
-MAINS: Mapping[str, str] = {"skyrl_train.plan": "skyrl_train.cli.plan", "skyrl_train.view": "skyrl_train.view.__main__"}
+MAINS: Mapping[str, str] = {
+    "skyrl_train.plan": "skyrl_train.runs.cli.plan",
+    "skyrl_train.view": "skyrl_train.view.__main__",
+}
 """Where the function `main` of a package's command is, where that is not in the module that is typed."""
 _COLLECTED_EACH = 20
 """Command lines between two collections of garbage, of which each leaves some six megabytes."""
@@ -156,6 +159,8 @@ def make_files(folder: Path) -> None:
 
 
 _CODE = '''
+from skyrl_train.registry import reads
+
 NUMBER = 3
 
 class Nothing:
@@ -168,6 +173,10 @@ def no_completion(text):
     return 0.0
 
 def loss(inputs):
+    return None
+
+@reads("advantages", "ref_logprobs")
+def of_reference(inputs, config):
     return None
 
 def estimate(inputs, config, *, tau):
@@ -189,13 +198,16 @@ def _as_in_a_process(folder: Path) -> Iterator[None]:
     import hydra
 
     derived, machine, preflight = (
-        importlib.import_module(f"skyrl_train.cli.{name}") for name in ("derived", "machine", "preflight")
+        importlib.import_module(f"skyrl_train.runs.cli.{name}") for name in ("derived", "machine", "preflight")
     )
+    models = importlib.import_module("skyrl_train.config.rules.validate_models")
 
     def refuse(node: object) -> NoReturn:
         raise _Accepted
 
     def find_spec(package: str) -> object:
+        if package == "bitsandbytes":
+            return None
         return package if package == "vllm" else importlib.util.find_spec(package)
 
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -205,7 +217,9 @@ def _as_in_a_process(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {**ENVIRONMENT, "HOME": str(folder)}, clear=True))
         stack.enter_context(mock.patch.object(derived, "usable_cores", return_value=CORES))
-        stack.enter_context(mock.patch.object(machine, "find_spec", find_spec))  # vLLM is there, as with its extra
+        # vLLM is there, as with its extra, and bitsandbytes is not.
+        stack.enter_context(mock.patch.object(machine, "find_spec", find_spec))
+        stack.enter_context(mock.patch.object(models, "find_spec", find_spec))
         stack.enter_context(mock.patch.object(hydra, "main", lambda **named: lambda task: real(**named)(refuse)))
         preflight.register_resolvers()
         # Once for all, as nothing that it registers changes.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 if TYPE_CHECKING:
-    from skyrl_train.trainers.observers import RunEvent
+    from skyrl_train.trainers import RunEvent
 
 # Or MKL keeps its buffers in a list by thread, whose lock a forked child may find taken. Read at the first product.
 os.environ["MKL_DISABLE_FAST_MM"] = "1"
@@ -115,7 +115,7 @@ def build_model(folder: Path) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    bundled = REPOSITORY / "skyrl_train" / "assets" / "tiny_qwen2"
+    bundled = REPOSITORY / "skyrl_train" / "data" / "assets" / "tiny_qwen2"
     shutil.copytree(bundled, folder, ignore=shutil.ignore_patterns("*.safetensors", "recipe.json"))
     config = Qwen2Config.from_pretrained(bundled)
     config.update({"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "layer_types": None})

@@ -37,12 +37,9 @@ from typing import Any, NoReturn
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.resolvers import conf_dir
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig
+from skyrl_train.config import Config, SFTConfig
 from skyrl_train.errors import SkyrlTrainError, StopRequested
+from skyrl_train.runs.cli import HYDRA_VERSION_BASE, conf_dir, load_node, register_resolvers
 from tests.reliability import recordings
 from tests.reliability.crash_states import CrashState, Disk, crash_states
 from tests.reliability.recordings import KINDS, Kind, build_model, overrides, record
@@ -98,12 +95,13 @@ def load_config(kind: Kind, model: Path) -> Config | SFTConfig:
 
 def train(config: Config | SFTConfig) -> None:
     """What the entry points call."""
-    from skyrl_train.runs import rl, sft
+    from skyrl_train.runs import train as train_rl
+    from skyrl_train.runs import train_sft
 
     if isinstance(config, SFTConfig):
-        sft.train(config)
+        train_sft(config)
     else:
-        rl.train(config)
+        train_rl(config)
 
 
 @contextmanager

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.rollout.journal import journal_lines
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.rollout import journal_lines
+from skyrl_train.telemetry.records import read_rollouts
 from tests.reliability.forked_runs import ForkedRun, import_all
 from tests.support.process_trees import cpu_seconds
 

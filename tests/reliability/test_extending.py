@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.config import Config
 from skyrl_train.config.fields import parts_of
-from skyrl_train.config.schema import Config
 from tests.support.command_runs import RAY, records
 
 ROOT = Path(__file__).resolve().parents[2]

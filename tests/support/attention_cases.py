@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.prefix_tree import prefix_order, tree_segments
-from skyrl_train.model.segments import Segments
+from skyrl_train.batch.layouts import prefix_order, tree_segments
+from skyrl_train.model.layers import Segments
 
 HEADS, KV_HEADS = 4, 2
 

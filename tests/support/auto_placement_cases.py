@@ -11,12 +11,10 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-import skyrl_train.assets
-from skyrl_train.cli import register_resolvers
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.resolvers import conf_dir
-from skyrl_train.config.platform import Devices
-from skyrl_train.config.schema import Config
+import skyrl_train.data.assets
+from skyrl_train.config import Config
+from skyrl_train.runs.cli import conf_dir, load_node, register_resolvers
+from skyrl_train.system import Devices
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.5B": {
@@ -66,7 +64,7 @@ COUNTS = (1, 2, 4, 8)
 def sized_model(folder: Path, size: str) -> Path:
     """A folder with the config of a model of that size and a tokenizer, and no weights."""
     if not folder.is_dir():
-        tiny = Path(next(iter(skyrl_train.assets.__path__))) / "tiny_qwen2"
+        tiny = Path(next(iter(skyrl_train.data.assets.__path__))) / "tiny_qwen2"
         shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors", "recipe.json"))
         (folder / "config.json").write_text(json.dumps(SIZES[size]), encoding="utf-8")
     return folder

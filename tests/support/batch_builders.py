@@ -7,19 +7,10 @@ from typing import Any
 
 import torch
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, PlacementConfig, TrainerConfig
-from skyrl_train.types import (
-    Failure,
-    FailureKind,
-    Outcome,
-    Prompt,
-    RolloutBatch,
-    Trajectory,
-    Turn,
-)
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.models import CriticConfig, CriticModelConfig, GeneratorConfig, PlacementConfig
+from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, Trajectory, Turn
 from tests.support import fakes_trainer
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from skyrl_train.algorithms.clipped_losses import regular
-from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
+from skyrl_train.algorithms.losses import PolicyLossInputs, PolicyLossOutput, regular
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.registry import reads
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn

@@ -15,10 +15,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.signals import STOP_SIGNALS
-from skyrl_train.telemetry.metrics_log import phase_seconds
-from skyrl_train.telemetry.rollout_log import encode_trajectory
-from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts
+from skyrl_train.system.processes import STOP_SIGNALS
+from skyrl_train.telemetry import phase_seconds
+from skyrl_train.telemetry.records import encode_trajectory, pairs_of, read_rollouts
 
 RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
 TIMEOUT_S = 800.0

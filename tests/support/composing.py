@@ -18,9 +18,7 @@ from hydra._internal.config_repository import CachingConfigRepository, ConfigRep
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from omegaconf import DictConfig
 
-from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.cli.composition import Composer
-from skyrl_train.cli.resolvers import conf_dir
+from skyrl_train.runs.cli import HYDRA_VERSION_BASE, Composer, conf_dir, register_resolvers
 
 
 def composed(*overrides: str, root: str = "config") -> DictConfig:

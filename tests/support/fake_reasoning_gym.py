@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.data import reasoning_tasks
+from skyrl_train.data.tasks import reasoning_tasks
 
 _FACTORY = '''
 import dataclasses, random, time

@@ -20,30 +20,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import Config
-from skyrl_train.data.curriculum import Curriculum
-from skyrl_train.data.prompts import PromptSource
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch
+from skyrl_train.config import Config
+from skyrl_train.data import Curriculum, PromptSource
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState
-from skyrl_train.plan.batch_plan import BatchPlan
-from skyrl_train.plan.dry_run import plan_batches
-from skyrl_train.runs.common import build_loop, open_checkpoints
-from skyrl_train.runs.rl import ppo_settings
-from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.files import FileSums, write_hashed
-from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.capsule_writer import CapsuleWriter
-from skyrl_train.trainers.changes import flat_config, resume_settings
-from skyrl_train.trainers.evaluate import Evaluator
-from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
-from skyrl_train.trainers.resume import Start, find_start, prepare_run_folder
-from skyrl_train.trainers.rollout_sink import RolloutLog
-from skyrl_train.trainers.state import DataFingerprint
-from skyrl_train.trainers.steps import Learners, sampling_params
+from skyrl_train.plan import BatchPlan, plan_batches
+from skyrl_train.runs import build_loop, open_checkpoints, ppo_settings
+from skyrl_train.system import derive_seed
+from skyrl_train.system.files import FileSums, write_hashed
+from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers import Learners, PPOTrainer, RolloutLog, TrainingResult, checkpointed_models, sampling_params
+from skyrl_train.trainers.checkpoints import (
+    CapsuleWriter,
+    DataFingerprint,
+    Start,
+    find_start,
+    flat_config,
+    prepare_run_folder,
+    resume_settings,
+)
+from skyrl_train.trainers.evaluation import Evaluator
 from skyrl_train.types import (
     Failure,
     FailureKind,

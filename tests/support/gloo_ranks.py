@@ -12,7 +12,7 @@ from uuid import uuid4
 import torch
 from torch import distributed, multiprocessing
 
-from skyrl_train.distributed.process_group import join, leave
+from skyrl_train.distributed import join, leave
 from skyrl_train.endpoints import Rendezvous
 
 DEADLINE_S = 300.0

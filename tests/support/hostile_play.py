@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
-from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
-from skyrl_train.rollout.loop_thread import LoopThread
+from skyrl_train.rollout import LoopThread
+from skyrl_train.rollout.boundary import Broken, EnvironmentSession
+from skyrl_train.rollout.hosts import ProcessEnvironments, WorkerHost
 from tests.reliability.hostile_environments import HOSTILE
 
 TIMEOUT_S = 2.0

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig
-from skyrl_train.rollout.admission import AdmissionSettings, Settled
-from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.rollout.journal import Journal
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.rollout import AdmissionSettings, Journal, RolloutGenerator, Settled
 from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
 from tests.support.fakes import (

@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.planner import make_micro_batch_strategy
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.learner import PolicyLearner
 
 VOCABULARY = 50
 Row = tuple[list[int], list[bool]]

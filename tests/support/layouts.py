@@ -14,23 +14,23 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
-from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.algorithms.losses import policy_loss
-from skyrl_train.algorithms.step_columns import with_step_columns
-from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.forwards import token_budget
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.planner import Forward, RowFacts
-from skyrl_train.batch.stage import stage
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.algorithms import with_step_columns
+from skyrl_train.algorithms.losses import PolicyLossInputs, ValueLossInputs, policy_loss, token_kl, value_loss
+from skyrl_train.batch import TrainingInputBatch, assemble
+from skyrl_train.batch.planner import (
+    Forward,
+    MemoryAwareBatchIterator,
+    RowFacts,
+    TokenBudgets,
+    make_micro_batch_strategy,
+    token_budget,
+)
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch, stage
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.runs import assembly_settings
 from skyrl_train.types import (
     Failure,
     FailureKind,

@@ -8,22 +8,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, make_micro_batch_strategy
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, make_micro_batch_strategy
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.bundles import Role
-from skyrl_train.config.learners import LearnerSettings, learner_settings
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.distributed.strategy import ModelStrategy
-from skyrl_train.learner.build import build_learner, compile_layers
-from skyrl_train.learner.critic import CriticLearner
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
-from skyrl_train.plan.dry_run import plan_batches
+from skyrl_train.config.derived import LearnerSettings, learner_settings
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.config.placement import Role
+from skyrl_train.distributed import ModelStrategy
+from skyrl_train.learner import CriticLearner, ModelEngine, PolicyLearner, build_learner, compile_layers
+from skyrl_train.model import load_causal_lm, quiet_transformers
+from skyrl_train.plan import plan_batches
 
 VOCABULARY = 50
 

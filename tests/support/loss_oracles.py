@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.losses import PolicyLossInputs
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.parts import POLICY_LOSSES
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_train.selftest.machine import Machine
+from skyrl_train.selftest import Machine
 
 CPU = Machine(
     device="cpu",

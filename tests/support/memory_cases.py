@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
-from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.distributed import ModelStrategy, Replicated, Sharded
+from skyrl_train.learner import ModelEngine
+from skyrl_train.learner.memory import CountingMeter
 
 DEADLINE_S = 60.0
 """Of each collective: a rank that is left waiting for another fails after so long."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer, quiet_transformers
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_tokenizer, quiet_transformers
 from skyrl_train.types import ChatMessage
 
 _SIZES: Mapping[str, Any] = {

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from skyrl_train.batch.layout import Layout
-from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
-from skyrl_train.model.causal_lm import quiet_transformers
-from skyrl_train.model.layouts import hidden_states
+from skyrl_train.batch import TrainingInputBatch, batch_of_lengths
+from skyrl_train.batch.layouts import Layout
+from skyrl_train.model import hidden_states, quiet_transformers
 
 SIZE = {
     "vocab_size": 40,

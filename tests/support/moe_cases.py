@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutName
-from skyrl_train.model.causal_lm import quiet_transformers
+from skyrl_train.config.fields import LayoutName
+from skyrl_train.model import quiet_transformers
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
 from tests.support.layout_cases import use_layout
 from tests.support.layouts import Layout, Step, closed, learner_of

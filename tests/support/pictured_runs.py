@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image as Pictures
 
-from skyrl_train.telemetry.rollout_store import write_rollouts
+from skyrl_train.telemetry.records import write_rollouts
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, Trajectory
 from tests.support.fakes_trainer import make_turn
 

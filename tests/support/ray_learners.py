@@ -10,20 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.cluster.learners import RayLearner, start_learner
-from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.session import RaySession
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
+from skyrl_train.cluster import RayLearner, RaySession, Slot, start_learner
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import (
-    Config,
-    ModelConfig,
-    OptimizerConfig,
-    PlacementConfig,
-    PolicyConfig,
-    StrategyConfig,
-    TrainerConfig,
-)
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, PlacementConfig, PolicyConfig, StrategyConfig
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
 from tests.support.learner_cases import make_batch, settings_of

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from examples.scripted import Scripted
-from skyrl_train import load_config, train_sft
+from skyrl_train.api import load_config, train_sft
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
-from skyrl_train.telemetry.files import cache_folder
+from skyrl_train.model import load_causal_lm, load_tokenizer, quiet_transformers
+from skyrl_train.system.files import cache_folder
 from tests.support.vision_runs import save_model, write_rows
 
 Settings = Mapping[str, Any]

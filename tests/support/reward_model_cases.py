@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from skyrl_train.model.causal_lm import quiet_transformers
+from skyrl_train.model import quiet_transformers
 from tests.support.fakes import make_tokenizer
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from skyrl_train.selftest.cases import Context, SkipCase
+from skyrl_train.selftest import Context, SkipCase
 
 
 def process_id(context: Context) -> str:

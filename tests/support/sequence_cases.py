@@ -10,21 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.steps import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.placement import StrategyConfig, mesh_sizes
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
-from skyrl_train.distributed.mesh import RankMesh
-from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded, SingleProcess
-from skyrl_train.learner.critic import CriticLearner
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import LoraConfig, ModelConfig, OptimizerConfig, StrategyConfig, mesh_sizes
+from skyrl_train.distributed import ModelStrategy, RankMesh, Replicated, SequenceGroup, Sharded, SingleProcess
+from skyrl_train.learner import CriticLearner, ModelEngine, PolicyLearner
+from skyrl_train.model import load_causal_lm, load_value_model, quiet_transformers
 from skyrl_train.model.lora import adapter_tensors, add_adapter
-from skyrl_train.model.value_model import load_value_model
+from skyrl_train.parts import POLICY_LOSSES
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import close, on_policy, tree_batch, use_layout
 from tests.support.learner_cases import fixed_rows, make_double

@@ -12,8 +12,8 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.data.rows import Row
-from skyrl_train.data.token_store import ExampleSet, SourcePart, TokenStore, store_of
+from skyrl_train.data import Row
+from skyrl_train.data.sft import ExampleSet, SourcePart, TokenStore, store_of
 
 SPECIAL = [
     "<pad>",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.sft import SFTConfig
+from skyrl_train.config import SFTConfig
 
 
 def make_config(root: Path, **trainer: Any) -> SFTConfig:

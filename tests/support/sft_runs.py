@@ -17,26 +17,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.data.loader import BatchLoader, SFTBatch
-from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch
+from skyrl_train.config import SFTConfig
+from skyrl_train.data import BatchLoader, SFTBatch
+from skyrl_train.data.sft import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState, Learner
-from skyrl_train.runs.common import build_loop, open_checkpoints
-from skyrl_train.runs.sft import build_sft_evaluator, open_best, step_settings
-from skyrl_train.runs.sft_data import SFTData, build_loader, plan_sft
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.files import FileSums, write_hashed
-from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers import sft
-from skyrl_train.trainers.capsule_writer import CapsuleWriter
-from skyrl_train.trainers.changes import flat_config, resume_settings
-from skyrl_train.trainers.resume import find_start, prepare_run_folder
-from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
-from skyrl_train.trainers.state import DataFingerprint
+from skyrl_train.runs import build_loop, build_sft_evaluator, open_best, open_checkpoints, step_settings
+from skyrl_train.runs.construction import SFTData, build_loader, plan_sft
+from skyrl_train.system.files import FileSums, write_hashed
+from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers import SFTResult, SFTSettings, SFTTrainer, sft
+from skyrl_train.trainers.checkpoints import (
+    CapsuleWriter,
+    DataFingerprint,
+    find_start,
+    flat_config,
+    prepare_run_folder,
+    resume_settings,
+)
 from tests.support.fakes_trainer import quick_drawing
 
 THREADS = "sft-collate"

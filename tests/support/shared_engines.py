@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_train.endpoints import LocalEndpoint
-from skyrl_train.weight_sync.receiver import UpdatableEngine
+from skyrl_train.weight_sync import UpdatableEngine
 
 
 class FakeEngine(UpdatableEngine):

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.telemetry.records import read_rollouts
 from skyrl_train.types import RolloutBatch
 
 BATCH, SAMPLES = 8, 4

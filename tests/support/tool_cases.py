@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import skyrl_train.assets
-from skyrl_train.rollout.tools.toolbox import ToolUnavailable
+import skyrl_train.data.assets
+from skyrl_train.rollout.tools import ToolUnavailable
 
 ADD = "tests.support.tool_cases:add"
 JUDGE = "tests.support.tool_cases:Judge"
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 def model_with_tools(folder: Path) -> str:
     """Copy the bundled model to `folder`, with a chat template that shows tools; return its path."""
-    shutil.copytree(Path(skyrl_train.assets.__path__[0]) / "tiny_qwen2", folder)
+    shutil.copytree(Path(skyrl_train.data.assets.__path__[0]) / "tiny_qwen2", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return str(folder)
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "skyrl_train" / "assets" / "tiny_qwen2" / "tokenizer.json"
+TOKENIZER = Path(__file__).resolve().parents[2] / "skyrl_train" / "data" / "assets" / "tiny_qwen2" / "tokenizer.json"
 LONGEST_CELL = 4000
 
 _WORD = pa.dictionary(pa.int32(), pa.string())

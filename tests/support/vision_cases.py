@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from skyrl_train.images import Image, ImageSpan
-from skyrl_train.model.causal_lm import quiet_transformers
+from skyrl_train.model import quiet_transformers
 from skyrl_train.model.vision import add_vision
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
 

@@ -27,19 +27,18 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.batch.training_batch import batch_of_lengths
+from skyrl_train.batch import batch_of_lengths
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.generation import GeneratorConfig, HTTPConfig
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
+from skyrl_train.config.models import GeneratorConfig, HTTPConfig, ModelConfig, OptimizerConfig
 from skyrl_train.images import Image, ImageSpan, ImageSpans
-from skyrl_train.inference.http import build_engine
+from skyrl_train.inference import build_http_engine
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.runs.build_engines import engine_settings, sync_within_process
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.model import load_causal_lm
+from skyrl_train.runs.construction import engine_settings, sync_within_process
 from skyrl_train.types import GenerationRequest, SamplingParams
-from skyrl_train.weight_sync.receiver import UpdatableEngine
+from skyrl_train.weight_sync import UpdatableEngine
 from tests.support.learner_cases import fixed_rows
 from tests.support.vision_cases import MERGE, PATCH, PLACEHOLDER, VOCABULARY, make_image, make_vlm
 
@@ -73,7 +72,7 @@ _SERVER = (
     *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048", "--max-model-len", "100"),
     *("--kv-cache-memory-bytes", "67108864", "--enable-scale-out", "--skip-mm-profiling"),
     *("--limit-mm-per-prompt", '{"video": 0}'),
-    *("--worker-extension-cls", "skyrl_train.inference.vllm_worker.WorkerExtension"),
+    *("--worker-extension-cls", "skyrl_train.inference.vllm.worker.WorkerExtension"),
     *("--weight-transfer-config", '{"backend": "skyrl_train_buckets"}'),
 )
 
@@ -207,7 +206,7 @@ def http_outcome(folder: Path) -> dict[str, float]:
         url = f"http://127.0.0.1:{port}"
         _wait_until_it_answers(server, url)
         http = HTTPConfig(url=url)
-        engine = build_engine(replace(engine_settings(config), http=http))
+        engine = build_http_engine(replace(engine_settings(config), http=http))
 
         def answer(requests: Sequence[GenerationRequest]) -> list[Any]:
             async def all_of_them() -> list[Any]:

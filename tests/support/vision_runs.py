@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from PIL import Image as Pictures
 
-from skyrl_train.config.load import load_root
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.data.images import IMAGES
-from skyrl_train.trainers.observers import RunEvent
+from skyrl_train.config import Config, SFTConfig
+from skyrl_train.config.door import load_root
+from skyrl_train.data.sources import IMAGES
+from skyrl_train.trainers import RunEvent
 from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_vlm
 
 BEGIN, END = 47, 46

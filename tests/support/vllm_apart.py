@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, PlatformConfig
 from skyrl_train.errors import EngineDeadError
-from skyrl_train.inference import vllm_core
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.inference import EngineSettings
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.inference.vllm import core as vllm_core
+from skyrl_train.model import load_causal_lm
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.process_trees import command_line, descendants, is_running
 from tests.support.weight_cases import in_buckets
@@ -36,7 +36,7 @@ NUM_TOKENS = 900
 ORPHAN = """
 import sys, time
 from tests.support.vllm_apart import settings_apart
-from skyrl_train.inference.vllm import VLLMEngine
+from skyrl_train.inference.vllm.engine import VLLMEngine
 
 if __name__ == "__main__":
     engine = VLLMEngine(settings_apart(sys.argv[1]))

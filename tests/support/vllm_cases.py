@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.support.weight_cases import in_buckets
 

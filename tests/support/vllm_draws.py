@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, VLLMConfig
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.model import load_causal_lm
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 
 ARGUMENTS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 128}

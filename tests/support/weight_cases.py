@@ -7,15 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.config.parts import WEIGHT_TRANSPORTS
-from skyrl_train.config.schema import Config
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.runs.build_engines import probe_settings
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.probe import WeightSyncProbe
-from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
-from skyrl_train.weight_sync.transports import RouteSettings
+from skyrl_train.cluster import EngineGroup
+from skyrl_train.config import Config
+from skyrl_train.model import load_tokenizer
+from skyrl_train.parts import WEIGHT_TRANSPORTS
+from skyrl_train.runs.construction import probe_settings
+from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync, WeightSyncProbe
 from skyrl_train.weights import Bucket, stored_weights
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import NonFiniteError, SaveError, StopRequested
-from skyrl_train.telemetry.files import FileSums
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.trainers.checkpoints import LATEST, latest_checkpoint, oldest_step, write_checkpoint
-from skyrl_train.trainers.manifest import MANIFEST, verify
+from skyrl_train.system.files import FileSums
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.trainers.checkpoints.manifest import MANIFEST, verify
+from skyrl_train.trainers.checkpoints.store import LATEST, latest_checkpoint, oldest_step, write_checkpoint
 from tests.support.fakes_trainer import (
     FakeLearner,
     FakeRun,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from skyrl_train.batch.staleness import token_ages
+from skyrl_train.batch.steps import token_ages
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.telemetry.timeline import Line
+from skyrl_train.telemetry.records import Line
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 import asynchronous

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.capsules.record import read_batch, write_batch
-from skyrl_train.trainers.manifest import MANIFEST, seal
+from skyrl_train.trainers.capsules.record import read_batch, write_batch
+from skyrl_train.trainers.checkpoints.manifest import MANIFEST, seal
 from tests.support.capsule_parts import RARE
 from tests.support.command_runs import start_command, wait_for
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.trainers.checkpoints import (
+from skyrl_train.trainers.checkpoints.manifest import MANIFEST, verify
+from skyrl_train.trainers.checkpoints.store import (
     LATEST,
     clean_leftovers,
     latest_checkpoint,
     oldest_step,
     write_checkpoint,
 )
-from skyrl_train.trainers.manifest import MANIFEST, verify
 
 
 def writing(content: str) -> Callable[[Path], None]:

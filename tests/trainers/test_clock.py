@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.telemetry.timeline import draw_timeline, read_timeline
+from skyrl_train.telemetry.records import draw_timeline, read_timeline
 from tests.support.fakes_trainer import fake_run, make_config, records_without_timings
 from tests.support.kills import Killed, killed_in
 

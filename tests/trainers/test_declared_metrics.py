@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.declarations import undeclared
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry import read_metrics, undeclared
 from tests.reliability.kill_and_resume import KINDS
 from tests.support.async_runs import agent_config, make_config
 from tests.support.command_runs import RAY, run_command

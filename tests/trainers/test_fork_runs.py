@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
 from skyrl_train.errors import ConfigError
 from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry import read_metrics
 
 
 def make_config(root: Path, **trainer: Any) -> Config:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
-from skyrl_train.inference import hf
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.config import Config
+from skyrl_train.config.rules import validate_config
+from skyrl_train.inference import EngineSettings, hf
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.registry import reads
 from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry import read_metrics
 from skyrl_train.types import Tokenizer
 from tests.support.async_runs import check_each_prompt_once, check_versions, exported, make_config, trained
 
@@ -74,13 +73,13 @@ def test_responses_of_several_versions_are_trained_on_and_their_distance_is_told
 
 def build_custom(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:
     """For `generator.backend`: an engine that says nothing of updates."""
-    return hf.build_engine(settings, tokenizer)
+    return hf.build_hf_engine(settings, tokenizer)
 
 
 @reads(in_flight_updates=True)
 def build_declared(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:
     """For `generator.backend`: one that takes them between two tokens."""
-    return hf.build_engine(settings, tokenizer)
+    return hf.build_hf_engine(settings, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
 from skyrl_train.errors import ModelError
 from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.telemetry.records import read_rollouts
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 import moe_routing as bench

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from skyrl_train.errors import StopRequested
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.rollout_store import read_rollouts
-from skyrl_train.trainers.state import TrainerState
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.telemetry.records import read_rollouts
+from skyrl_train.trainers.checkpoints.state import TrainerState
 from tests.support.fakes_trainer import FakeLearner, fake_run, make_config, records_without_timings, send_signal_at
 
 

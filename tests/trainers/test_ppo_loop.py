@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 from pyarrow.parquet import read_table
 
-from skyrl_train.config.schema import RolloutsConfig
+from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import ActorLostError, BatchError, NonFiniteError, StopRequested
-from skyrl_train.telemetry.learning_curve import draw_learning_curve
-from skyrl_train.telemetry.metrics_log import MetricsLog, phase_seconds, read_metrics
-from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
-from skyrl_train.telemetry.timeline import read_timeline
+from skyrl_train.telemetry import MetricsLog, phase_seconds, read_metrics
+from skyrl_train.telemetry.records import read_rollouts, read_timeline, write_rollouts
+from skyrl_train.telemetry.trackers import draw_learning_curve
+from skyrl_train.trainers.checkpoints.state import TrainerState
 from skyrl_train.trainers.loop import _start_up_uncollected
-from skyrl_train.trainers.state import TrainerState
 from tests.support.fakes_trainer import FakeGenerator, FakeLearner, fake_run, make_config
 
 

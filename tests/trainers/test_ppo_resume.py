@@ -9,13 +9,12 @@ import pytest
 
 from skyrl_train.config.data import CurriculumConfig
 from skyrl_train.errors import CheckpointError, ConfigError, SkyrlTrainError, StopRequested
-from skyrl_train.rollout.replay import ReplayGenerator
-from skyrl_train.telemetry.json_text import json_line
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.rollout_log import encode_trajectory
-from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts
-from skyrl_train.trainers.evaluation_report import read_evaluations
-from skyrl_train.trainers.state import TrainerState
+from skyrl_train.rollout.stream import ReplayGenerator
+from skyrl_train.system.files import json_line
+from skyrl_train.telemetry import read_metrics
+from skyrl_train.telemetry.records import encode_trajectory, pairs_of, read_rollouts
+from skyrl_train.trainers.checkpoints.state import TrainerState
+from skyrl_train.trainers.evaluation.report import read_evaluations
 from tests.support.fakes_trainer import (
     FakeLearner,
     fake_run,

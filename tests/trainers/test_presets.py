@@ -11,13 +11,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.resolvers import conf_dir
-from skyrl_train.config.schema import Config, ModelConfig
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
+from skyrl_train.config import Config
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.model import load_causal_lm, load_tokenizer, quiet_transformers
+from skyrl_train.runs.cli import HYDRA_VERSION_BASE, register_resolvers
+from skyrl_train.runs.cli.composition import load_node
+from skyrl_train.runs.cli.resolvers import conf_dir
 from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry import read_metrics
 
 pytestmark = pytest.mark.slow
 

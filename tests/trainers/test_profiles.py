@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry import read_metrics
 from tests.reliability.kill_and_resume import KINDS
 from tests.support.async_runs import BATCH, make_config
 from tests.support.command_runs import RAY, run_command

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.trainers.checkpoints import CheckpointStore
-from skyrl_train.trainers.manifest import seal
-from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.trainers.checkpoints.manifest import seal
+from skyrl_train.trainers.checkpoints.state import DataFingerprint, LoopState, TrainerState
+from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, same, save_tiny_model, snapshot
 
 TRAINER, LEARNER = "trainer_state.json", "policy/state.json"

@@ -12,19 +12,18 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from skyrl_train.algorithms.controllers import KLControllerState
-from skyrl_train.config.fields import SchemaField, fact, strip, walk
-from skyrl_train.config.rules import Range
-from skyrl_train.config.schema import Config, LoraConfig
-from skyrl_train.config.sft import AnyConfig, SFTConfig
+from skyrl_train.algorithms import KLControllerState
+from skyrl_train.config import AnyConfig, Config, SFTConfig
+from skyrl_train.config.fields import Range, SchemaField, fact, strip, walk
+from skyrl_train.config.models import LoraConfig
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers import state
-from skyrl_train.trainers.changes import changes_since, flat_config, resume_settings
-from skyrl_train.trainers.checkpoints import CheckpointStore
-from skyrl_train.trainers.resume import Start, find_start
-from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
-from skyrl_train.user_code import absolute_target, code_digests
+from skyrl_train.registry import absolute_target, code_digests
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.trainers.checkpoints import state
+from skyrl_train.trainers.checkpoints.changes import changes_since, flat_config, resume_settings
+from skyrl_train.trainers.checkpoints.resume import Start, find_start
+from skyrl_train.trainers.checkpoints.state import DataFingerprint, Totals, TrainerState, library_versions
+from skyrl_train.trainers.checkpoints.store import CheckpointStore
 
 DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
 SHAPES_AND_TOKENS = {

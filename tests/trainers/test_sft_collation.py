@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.data.async_collator import AsyncBatchCollator
-from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
-from skyrl_train.data.loader import BatchLoader
-from skyrl_train.data.token_store import Ints
+from skyrl_train.data import BatchLoader
+from skyrl_train.data.sft import AsyncBatchCollator, DefaultCollator, Ints, PackedDataCollator
+from skyrl_train.runs.construction.sft_data import build_stream
 from skyrl_train.runs.sft import step_settings
-from skyrl_train.runs.sft_data import build_stream
 from tests.support.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
 
 LAYOUTS = ("padded", "packed")

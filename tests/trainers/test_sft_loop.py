@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteError, StopRequested
-from skyrl_train.telemetry.metrics import Metric, Sum
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.trainers.manifest import verify
+from skyrl_train.telemetry import Metric, Sum, read_metrics
+from skyrl_train.trainers.checkpoints.manifest import verify
+from skyrl_train.trainers.evaluation.sft_evaluate import LossHistory, evaluation_line
 from skyrl_train.trainers.observers import RunEvent, StepFacts
-from skyrl_train.trainers.sft_evaluate import LossHistory, evaluation_line
 from tests.support.sft_runs import (
     FakeSFTRun,
     Killed,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from skyrl_train.runs.sft import train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.runs.sft import train_sft
+from skyrl_train.telemetry import read_metrics
 from tests.support.sft_commands import make_config
 from tests.support.sft_runs import killed_at, records_without_timings
 
@@ -17,7 +17,7 @@ from tests.support.sft_runs import killed_at, records_without_timings
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_run_lowers_the_loss_and_leaves_everything_behind(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "run"
-    result = train(make_config(root, layout=layout, eval_samples=1, keep_best=True))
+    result = train_sft(make_config(root, layout=layout, eval_samples=1, keep_best=True))
     assert result is not None
     records = read_metrics(root / "metrics.jsonl")
     assert records[-1]["eval/loss"] < records[0]["eval/loss"]
@@ -32,16 +32,16 @@ def test_a_run_lowers_the_loss_and_leaves_everything_behind(tmp_path: Path, layo
 def test_packed_and_padded_runs_learn_the_same(tmp_path: Path) -> None:
     losses = {}
     for layout in ("padded", "packed"):
-        train(make_config(tmp_path / layout, layout=layout, export="none"))
+        train_sft(make_config(tmp_path / layout, layout=layout, export="none"))
         losses[layout] = [record["train/loss"] for record in read_metrics(tmp_path / layout / "metrics.jsonl")[1:]]
     assert losses["packed"] == pytest.approx(losses["padded"], rel=1e-4)
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    train(make_config(tmp_path / "alone"))
+    train_sft(make_config(tmp_path / "alone"))
     with killed_at(3):
-        train(make_config(tmp_path / "run"))
-    train(make_config(tmp_path / "run"))
+        train_sft(make_config(tmp_path / "run"))
+    train_sft(make_config(tmp_path / "run"))
     assert records_without_timings(tmp_path / "run" / "metrics.jsonl") == records_without_timings(
         tmp_path / "alone" / "metrics.jsonl"
     )

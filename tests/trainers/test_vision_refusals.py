@@ -68,7 +68,9 @@ WITH_IMAGES = "where prompts have images"
 def test_a_part_that_does_not_read_images_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr("skyrl_train.config.image_rules.find_spec", lambda _: None)  # as where there is no torchvision
+    monkeypatch.setattr(
+        "skyrl_train.config.rules.image_rules.find_spec", lambda _: None
+    )  # as where there is no torchvision
     rows = str(folder / "rows" / "asked.jsonl")
     whole = rl_settings(str(folder / family), rows) | {"trainer.layout": "padded"} | settings
     with pytest.raises(ConfigError, match=reason):
@@ -79,7 +81,7 @@ def test_a_part_that_does_not_read_images_is_refused(
 def test_supervised_rows_of_gemma_are_padded(folder: Path, tmp_path: Path, layout: str) -> None:
     settings = sft_settings(str(folder / "gemma"), str(folder / "rows" / "told.jsonl")) | {"trainer.layout": layout}
     with pytest.raises(ConfigError, match=rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got {layout}"):
-        sft.train(sft_config(tmp_path / "run", settings))
+        sft.train_sft(sft_config(tmp_path / "run", settings))
 
 
 def test_rows_with_images_are_refused_for_another_family_by_their_row(folder: Path, tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_rows_with_images_are_refused_for_another_family_by_their_row(folder: Pa
     with pytest.raises(DataError, match=r"asked\.jsonl, line 1: .*the model reads none"):
         rl.train(rl_config(tmp_path / "rl", rl_settings("builtin:tiny_qwen2", asked)))
     with pytest.raises(DataError, match=r"told\.jsonl, line 1: .*the model reads none"):
-        sft.train(sft_config(tmp_path / "sft", sft_settings("builtin:tiny_qwen2", told)))
+        sft.train_sft(sft_config(tmp_path / "sft", sft_settings("builtin:tiny_qwen2", told)))
 
 
 @pytest.mark.parametrize("family", ["qwen", "gemma"])
@@ -106,4 +108,4 @@ def test_a_model_without_a_tower_has_none_to_freeze(tmp_path: Path) -> None:
     rows.write_text('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 2)
     settings = sft_settings("builtin:tiny_qwen2", str(rows)) | {"model.freeze": ["vision"]}
     with pytest.raises(ModelError, match=r"model\.freeze=\[vision\], and Qwen2ForCausalLM reads no images"):
-        sft.train(sft_config(tmp_path / "run", settings))
+        sft.train_sft(sft_config(tmp_path / "run", settings))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.capsules.record import read_batch
-from skyrl_train.data.images import IMAGES
+from skyrl_train.data.sources import IMAGES
 from skyrl_train.errors import DataError, ModelError
 from skyrl_train.runs.rl import train
-from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.telemetry.records import read_rollouts
+from skyrl_train.trainers.capsules.record import read_batch
 from tests.support.command_runs import records
 from tests.support.vision_runs import forget_images, png, rl_config, rl_settings, save_model, weights, write_rows
 

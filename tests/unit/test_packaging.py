@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import skyrl_train
-from skyrl_train.installed import DISTRIBUTION, install_command
+from skyrl_train.system import DISTRIBUTION, install_command
 from tests.support.source_calls import REPOSITORY
 
 TOLD = {"PIL": "pillow", "aiohttp": "aiohttp", "mcp_types": "mcp"}

@@ -14,16 +14,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_train.config.schema import Config, DataConfig, ModelConfig
-from skyrl_train.data.word_problems import Split, generate_problems
+from skyrl_train.config import Config
+from skyrl_train.config.data import DataConfig
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.data.tasks import Split, generate_problems
 from skyrl_train.errors import ModelError
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.model.vocabulary import check_special_tokens, vocabulary_size
-from skyrl_train.rollout.envs.word_problems import parse_answer
-from skyrl_train.runs.rl import load_data
+from skyrl_train.model import load_tokenizer
+from skyrl_train.model.files import check_special_tokens, vocabulary_size
+from skyrl_train.rollout.envs import parse_answer
+from skyrl_train.runs import load_data
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "skyrl_train" / "assets" / "tiny_qwen2"
+FOLDER = ROOT / "skyrl_train" / "data" / "assets" / "tiny_qwen2"
 CONVERSATION = [
     {"role": "system", "content": "Answer."},
     {"role": "user", "content": "Ana has 3 pens. Ana buys 12 more. How many pens does Ana have now?"},

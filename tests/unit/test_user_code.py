@@ -13,15 +13,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.load import load_config
+from skyrl_train.config.door import load_config
 from skyrl_train.errors import ConfigError
-from skyrl_train.registry import import_attr
-from skyrl_train.rollout import env_threads
-from skyrl_train.rollout.env_boundary import Broken, describe, read_answer
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import ProcessEnvironments
-from skyrl_train.rollout.env_threads import ThreadEnvironments
-from skyrl_train.user_code import absolute_target, code_digests, module_of_file, own_line
+from skyrl_train.registry import absolute_target, code_digests, import_attr, module_of_file, own_line
+from skyrl_train.rollout.boundary import Broken, describe, read_answer
+from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
 
 CODE = """\
 import json
@@ -183,9 +179,9 @@ def test_a_breakpoint_of_a_thread_has_the_terminal_alone_and_no_deadline(monkeyp
         events.append("continued")
         lock.release()
 
-    monkeypatch.setattr(env_threads.pdb.Pdb, "set_trace", stop_here)
+    monkeypatch.setattr("pdb.Pdb.set_trace", stop_here)
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
-    monkeypatch.setattr(env_threads, "at_breakpoint", [lambda: events.append("bars left")])
+    monkeypatch.setattr("skyrl_train.rollout.hosts.threads.at_breakpoint", [lambda: events.append("bars left")])
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
 
     def debugged() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.wording import byte_size, counted, every, three_digits
+from skyrl_train.errors import byte_size, counted, every, three_digits
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.errors import Violation
-from skyrl_train.installed import install_command
 from skyrl_train.registry import import_attr
+from skyrl_train.system import install_command
 from skyrl_train.types import ChatMessage
 
 SETTING = "environment.env_class"

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_train.data.reasoning_tasks import COLUMN, package, score
+from skyrl_train.data.tasks import COLUMN, package, score
 from skyrl_train.errors import DataError, Violation
 from skyrl_train.registry import did_you_mean
 from skyrl_train.types import ChatMessage

@@ -1,0 +1,13 @@
+"""Programs of the user as agents: an endpoint they talk to, and sandboxes they run in."""
+
+from skyrl_train.system import lazily
+
+TYPE_CHECKING = False  # as type checkers know it
+if TYPE_CHECKING:
+    from skyrl_train.rollout.agents.chat_wire import Answered, Asked
+    from skyrl_train.rollout.agents.endpoint import Address, opened
+    from skyrl_train.rollout.agents.session import Origin, Session
+
+__all__ = ["Address", "Answered", "Asked", "Origin", "Session", "opened"]
+
+__getattr__ = lazily(__name__)

@@ -25,7 +25,7 @@ from skyrl_train.rollout.agents.messages_wire import anthropic_events, anthropic
 from skyrl_train.rollout.agents.responses_wire import read_response, response, response_events
 from skyrl_train.rollout.agents.session import Origin, Session
 from skyrl_train.rollout.agents.streaming import Events, Progress, begun
-from skyrl_train.telemetry.json_text import parse_json
+from skyrl_train.system.files import parse_json
 
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"

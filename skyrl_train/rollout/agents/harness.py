@@ -26,18 +26,17 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from skyrl_train.config.agents import RUN_SETTING, launcher_of
+from skyrl_train.config.environment import RUN_SETTING, launcher_of
 from skyrl_train.errors import EngineError, SandboxError
-from skyrl_train.installed import find_programs
 from skyrl_train.registry import PartSpec, import_attr, split_spec
 from skyrl_train.rollout.agents.endpoint import Address
 from skyrl_train.rollout.agents.launchers import VARIABLES
 from skyrl_train.rollout.agents.sandbox import Sandbox, filled
 from skyrl_train.rollout.agents.sandboxes import pool_of
-from skyrl_train.rollout.env_boundary import Broken, check_components, check_reward, describe
-from skyrl_train.rollout.http_reply import UnreadableReply, client_arguments, send
-from skyrl_train.telemetry.json_text import json_line, parse_json
-from skyrl_train.threads import WorkerThread
+from skyrl_train.rollout.boundary.session import Broken, check_components, check_reward, describe
+from skyrl_train.rollout.http.replies import UnreadableReply, client_arguments, send
+from skyrl_train.system import WorkerThread, find_programs
+from skyrl_train.system.files import json_line, parse_json
 from skyrl_train.types import FailureKind
 
 _MAX_REPORT_BYTES = 1 << 20

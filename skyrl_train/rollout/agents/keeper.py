@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.rollout.process_tree import adopt_orphans, children, end_with_parent, kill, prefer_for_memory
+from skyrl_train.system.processes import adopt_orphans, children, end_with_parent, kill, prefer_for_memory
 
 MAX_LOG_BYTES = 16 << 20
 """A log that has grown beyond this is emptied."""

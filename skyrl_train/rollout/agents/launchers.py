@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from skyrl_train.config.agents import OF_SANDBOX, OF_TASK, placeholder_violations
-from skyrl_train.config.parts import LAUNCHERS
+from skyrl_train.config.environment import OF_SANDBOX, OF_TASK, placeholder_violations
 from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.installed import find_programs
-from skyrl_train.sandbox import programs, system_words
+from skyrl_train.parts import LAUNCHERS
+from skyrl_train.system import find_programs
+from skyrl_train.system.sandbox import programs, system_words
 
 LAUNCHER_SETTING = LAUNCHERS.setting
 VARIABLES = (

@@ -20,7 +20,7 @@ from skyrl_train.rollout.agents.endpoint import LOOPBACK, opened
 from skyrl_train.rollout.agents.harness import Harness, Report
 from skyrl_train.rollout.agents.session import Session
 from skyrl_train.rollout.agents.turn_tree import Kept
-from skyrl_train.rollout.env_boundary import Broken
+from skyrl_train.rollout.boundary.session import Broken
 from skyrl_train.types import FailureKind, Outcome, Prompt, Trajectory, Turn
 
 _CLOSES_WITHIN_S = 30.0

@@ -20,8 +20,8 @@ from typing import Any
 
 from skyrl_train.errors import SandboxError
 from skyrl_train.rollout.agents.launchers import Launcher
-from skyrl_train.rollout.env_boundary import describe
-from skyrl_train.rollout.process_tree import kill
+from skyrl_train.rollout.boundary.session import describe
+from skyrl_train.system.processes import kill
 
 GRACE_S = 5.0
 """Between the signals that ask a command to end and that end it."""

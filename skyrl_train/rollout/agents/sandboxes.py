@@ -22,9 +22,9 @@ from typing import Any
 from skyrl_train.errors import SandboxError
 from skyrl_train.rollout.agents.launchers import NAME_PREFIX, Launcher
 from skyrl_train.rollout.agents.sandbox import GRACE_S, KEEPER_WITHIN_S, LAST_WORDS, Sandbox
-from skyrl_train.rollout.env_boundary import describe
+from skyrl_train.rollout.boundary.session import describe
 from skyrl_train.rollout.loop_thread import at_close
-from skyrl_train.rollout.process_tree import start_time
+from skyrl_train.system.processes import start_time
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.errors import DeadlineError, EngineError, counted
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import Episode
 from skyrl_train.rollout.agents.chat_wire import Answered, Asked, refused
@@ -33,12 +33,11 @@ from skyrl_train.rollout.agents.http_server import RequestError
 from skyrl_train.rollout.agents.streaming import Progress
 from skyrl_train.rollout.agents.turn_tree import Kept, Sampled, tree_of
 from skyrl_train.rollout.agents.unsupported import tell_once, unsupported
-from skyrl_train.rollout.env_boundary import Broken, describe
+from skyrl_train.rollout.boundary.session import Broken, describe
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.token_stream import listening
 from skyrl_train.rollout.tools.formats import call_messages, recorded_calls, text_before_calls
-from skyrl_train.seeding import derive_seed
-from skyrl_train.threads import WorkerThread
+from skyrl_train.system import WorkerThread, derive_seed
 from skyrl_train.types import (
     ChatMessage,
     FailureKind,
@@ -48,7 +47,6 @@ from skyrl_train.types import (
     StopReason,
     TokenIds,
 )
-from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 env/agent/<name> | count | What an agent's program did in a trajectory: requests it repeated, cancelled or never read,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.telemetry.json_text import shown
+from skyrl_train.system.files import shown
 from skyrl_train.types import SamplingParams
 
 logger = logging.getLogger(__name__)

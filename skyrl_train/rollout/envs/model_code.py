@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.rewards import MODEL_CODE, runs_model_code
+from skyrl_train.config.environment import MODEL_CODE, runs_model_code
 from skyrl_train.errors import Violation
 from skyrl_train.registry import part_name
-from skyrl_train.sandbox import Level, Limits, SandboxUnavailable, missing, run
-from skyrl_train.sandbox import violations as sandbox_violations
+from skyrl_train.system.sandbox import Level, Limits, SandboxUnavailable, missing, run
+from skyrl_train.system.sandbox import violations as sandbox_violations
 
 _MEMORY_MB = 1024
 _OF_LCB = "has its tests run in the program's own interpreter, where no sandbox keeps them apart"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.data.word_problems import ANSWER_MARK, RETRY_MESSAGE
+from skyrl_train.data.tasks import ANSWER_MARK, RETRY_MESSAGE
 from skyrl_train.errors import DataError
 from skyrl_train.types import ChatMessage
 

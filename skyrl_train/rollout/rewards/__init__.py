@@ -34,8 +34,27 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_train.system import lazily
+
 if TYPE_CHECKING:
     from skyrl_train.errors import Violation
+    from skyrl_train.rollout.rewards.code_run import run_tests
+    from skyrl_train.rollout.rewards.judge import Judge
+    from skyrl_train.rollout.rewards.model import RewardModel
+    from skyrl_train.rollout.rewards.reward_functions import call_reward, forget_rewards
+
+__all__ = [
+    "Judge",
+    "RewardModel",
+    "batched",
+    "call_reward",
+    "forget_rewards",
+    "group",
+    "run_tests",
+    "within",
+]
+
+__getattr__ = lazily(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_train.sandbox import START_WITHIN_S, Level, Limits, made, readable
+from skyrl_train.system.sandbox import START_WITHIN_S, Level, Limits, made, readable
 
 _STARTED = b"started\n"
 

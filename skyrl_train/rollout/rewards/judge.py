@@ -24,10 +24,10 @@ from typing import Any
 
 import httpx
 
-from skyrl_train.config.rewards import ONE_SCORE
+from skyrl_train.config.environment import ONE_SCORE
 from skyrl_train.errors import DeadlineError, EngineError, Violation
-from skyrl_train.rollout.env_boundary import Broken
-from skyrl_train.rollout.http_reply import (
+from skyrl_train.rollout.boundary.session import Broken
+from skyrl_train.rollout.http.replies import (
     address_violations,
     ask_until_answered,
     client_arguments,
@@ -36,8 +36,8 @@ from skyrl_train.rollout.http_reply import (
 )
 from skyrl_train.rollout.rewards import HeldReward
 from skyrl_train.rollout.rewards.rubric import Rubric
-from skyrl_train.telemetry.json_text import is_text
-from skyrl_train.telemetry.redaction import learn_secrets, redact_text
+from skyrl_train.system.files import is_text
+from skyrl_train.telemetry.logs import learn_secrets, redact_text
 from skyrl_train.types import FailureKind
 
 DECLARED_METRICS = """

@@ -1,6 +1,6 @@
 """`model`: a reward that a sequence-classification model gives to the conversation.
 
-The model is in this process or in an actor on Ray (`model/reward_model.py`), or behind the URL of vLLM's server. All
+The model is in this process or in an actor on Ray (`model/files/reward_model.py`), or behind the URL of vLLM's server. All
 samples of a prompt are scored together, so that what is computed in one batch does not depend on when each one ended.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import httpx
 
 from skyrl_train.errors import EngineError, SkyrlTrainError, Violation
-from skyrl_train.rollout.http_reply import (
+from skyrl_train.rollout.http.replies import (
     address_violations,
     ask_until_answered,
     client_arguments,
@@ -22,8 +22,8 @@ from skyrl_train.rollout.http_reply import (
     server_problem,
 )
 from skyrl_train.rollout.rewards import HeldReward, batched
-from skyrl_train.telemetry.files import finite_number
-from skyrl_train.telemetry.redaction import learn_secrets, redact_text
+from skyrl_train.system.files import finite_number
+from skyrl_train.telemetry.logs import learn_secrets, redact_text
 from skyrl_train.types import ChatMessage
 
 Scores = Callable[[Sequence[Sequence[ChatMessage]]], Awaitable[Sequence[float]]]

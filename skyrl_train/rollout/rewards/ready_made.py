@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_train.errors import counted
 from skyrl_train.rollout.rewards import within
 from skyrl_train.rollout.rewards.code_run import run_tests
-from skyrl_train.sandbox import Level
-from skyrl_train.wording import counted
+from skyrl_train.system.sandbox import Level
 
 logger = logging.getLogger(__name__)
 

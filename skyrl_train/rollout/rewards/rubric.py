@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from skyrl_train.config.rewards import is_one_score
+from skyrl_train.config.environment import is_one_score
 from skyrl_train.errors import Violation
-from skyrl_train.rollout.env_boundary import Broken
-from skyrl_train.telemetry.json_text import parse_json
-from skyrl_train.telemetry.redaction import redact_text
+from skyrl_train.rollout.boundary.session import Broken
+from skyrl_train.system.files import parse_json
+from skyrl_train.telemetry.logs import redact_text
 from skyrl_train.types import FailureKind
 
 _GRADES = {"A": 1.0, "B": 0.75, "C": 0.5, "D": 0.25, "F": 0.0}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.rollout.tools.toolbox import Schema
-from skyrl_train.telemetry.json_text import json_problem, writable_text
+from skyrl_train.system.files import json_problem, writable_text
 from skyrl_train.types import Tokenizer
 
 RESPONSE_TEMPLATE = "response_template"

@@ -21,12 +21,11 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.installed import install_command
+from skyrl_train.errors import ConfigError, Violation, counted
 from skyrl_train.rollout.tools.toolbox import Schema, ToolError, ToolUnavailable
-from skyrl_train.telemetry.json_text import shown
-from skyrl_train.telemetry.redaction import copy_redacted, learn_secrets, redact_text
-from skyrl_train.wording import counted
+from skyrl_train.system import install_command
+from skyrl_train.system.files import shown
+from skyrl_train.telemetry.logs import copy_redacted, learn_secrets, redact_text
 
 with contextlib.suppress(ImportError):  # here, so that workers are forked from a process that has imported it
     importlib.import_module("mcp")

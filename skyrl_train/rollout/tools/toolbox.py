@@ -20,12 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.parts import TOOLS
-from skyrl_train.data.images import is_image
+from skyrl_train.data.sources import is_image
 from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec
-from skyrl_train.rollout.env_variables import told_missing
-from skyrl_train.user_code import own_line
+from skyrl_train.parts import TOOLS
+from skyrl_train.registry import PartSpec, argument_violations, import_attr, own_line, split_spec
+from skyrl_train.rollout.tools.variables import told_missing
 
 Schema = Mapping[str, Any]
 """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": {JSON schema}}}`."""

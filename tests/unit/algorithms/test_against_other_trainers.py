@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
-from skyrl_train.batch.reduce import masked_mean
+from skyrl_train.algorithms.losses.critic import ValueLossInputs, value_loss
+from skyrl_train.batch import masked_mean
 from skyrl_train.config.algorithm import AlgorithmConfig
 from tests.other_trainers.comparisons import ragged
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skyrl_train.algorithms.critic_losses import ValueLossInputs, explained_variance, value_loss
+from skyrl_train.algorithms.losses.critic import ValueLossInputs, explained_variance, value_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
 

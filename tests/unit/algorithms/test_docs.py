@@ -11,9 +11,9 @@ import torch
 
 from scripts import algorithm_table
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.cli.resolvers import conf_dir
+from skyrl_train.algorithms.losses.policy import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.runs.cli import conf_dir
 from tests.support.advantage_oracles import Sample, Step, advantage_inputs_of
 from tests.support.loss_oracles import random_loss_inputs
 

@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.controllers import (
-    EntropyControllerState,
-    initial_entropy_state,
-    next_entropy_state,
-)
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.algorithms.controllers import EntropyControllerState, initial_entropy_state, next_entropy_state
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError, NonFiniteError
-from skyrl_train.telemetry.metrics import Mean, StepMetrics
+from skyrl_train.telemetry import Mean, StepMetrics
 from skyrl_train.trainers import steps
 from tests.support.fakes_trainer import make_config
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model

@@ -10,8 +10,7 @@ from torch import Tensor
 from skyrl_train.algorithms import estimate
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageOutput
 from skyrl_train.algorithms.estimate import estimate_advantages, groups_of_whole_prompts, token_positions
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, component_column
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, component_column, offsets_of
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError
 from tests.support.advantage_oracles import advantage_inputs_of, random_samples

@@ -13,12 +13,11 @@ from skyrl_train.algorithms.filters import (
     shape_rewards,
     soft_overlong_penalty,
 )
-from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch, assemble
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
-from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 from tests.support.fakes_trainer import make_trajectory, make_turn
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.controllers import KLControllerState, initial_state, mean_token_kl, next_state
-from skyrl_train.algorithms.kl import KL_ESTIMATORS, token_kl, unbiased_kl
+from skyrl_train.algorithms.losses.kl import KL_ESTIMATORS, token_kl, unbiased_kl
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutput, policy_loss
+from skyrl_train.algorithms.losses.policy import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutput, policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError, ConfigError
-from skyrl_train.telemetry.metrics import Max, Min, merge_metrics
+from skyrl_train.telemetry import Max, Min, merge_metrics
 from tests.support.loss_oracles import LOSS_ORACLES, columns_of, loss_error, random_loss_inputs
 
 CONFIGS = [

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.losses.policy import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
 from tests.support.advantage_oracles import Sample, Step, advantage_inputs_of

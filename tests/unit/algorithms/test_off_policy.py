@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.off_policy import Correction, LogRatioLedger, log_ratio_ledger, off_policy_weights
+from skyrl_train.algorithms.losses.off_policy import Correction, LogRatioLedger, log_ratio_ledger, off_policy_weights
 from skyrl_train.config.algorithm import OffPolicyConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.telemetry.metrics import merge_metrics, to_values
+from skyrl_train.telemetry import merge_metrics, to_values
 
 RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 1.1, math.nan], [0.01, 1.0, 1.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])

@@ -7,20 +7,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.config.algorithm import (
-    AlgorithmConfig,
-    FilterConfig,
-    OffPolicyConfig,
-    needs_critic,
-    needs_reference,
-)
-from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
-from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.validate import run_rules, validate_config
+from skyrl_train.algorithms.losses.policy import POLICY_LOSSES
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig, OffPolicyConfig, needs_critic, needs_reference
+from skyrl_train.config.rules import ALGORITHM_RULES, run_rules, validate_config
 from skyrl_train.errors import Violation
+from skyrl_train.runs.cli import HYDRA_VERSION_BASE, load_node, register_resolvers
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 PRESETS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))

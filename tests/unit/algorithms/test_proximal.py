@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.losses import policy_loss, with_proximal
+from skyrl_train.algorithms.losses.policy import policy_loss, with_proximal
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError
 from tests.support.loss_oracles import (

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.losses import policy_loss
-from skyrl_train.algorithms.off_policy import off_policy_weights, rejected
-from skyrl_train.algorithms.ratios import masked, rows_of, turns_of
+from skyrl_train.algorithms.losses.off_policy import off_policy_weights, rejected
+from skyrl_train.algorithms.losses.policy import policy_loss
+from skyrl_train.algorithms.losses.ratios import masked, rows_of, turns_of
 from skyrl_train.algorithms.step_columns import high_entropy
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, OffPolicyConfig
-from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
-from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.validate import run_rules
+from skyrl_train.config.rules import ALGORITHM_RULES, run_rules
 from skyrl_train.errors import Violation
 from tests.support.loss_oracles import LOSS_ORACLES, random_loss_inputs, rows_in, turns_in
 

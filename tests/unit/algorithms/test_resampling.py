@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.filters import sampling_weights, with_sample_counts
-from skyrl_train.batch.minibatch import LOSS_REDUCTIONS, close_mini_batch
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import close_mini_batch
 from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.parts import LOSS_REDUCTIONS
 from tests.support.layouts import fixed_rollouts, scored_batch
 from tests.support.learner_cases import make_batch
 

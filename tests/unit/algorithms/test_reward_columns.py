@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards, with_reward_columns
-from skyrl_train.batch.training_batch import component_column
+from skyrl_train.batch import component_column
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
+from skyrl_train.runs import assembly_settings
+from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.self_distillation import teacher_logprobs, teacher_rows
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError, DataError
-from skyrl_train.rollout.chat_tokens import with_context
-from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
+from skyrl_train.rollout import with_context
+from skyrl_train.runs import assembly_settings
+from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.trainers import steps
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from skyrl_train.algorithms.ratios import turns_of
+from skyrl_train.algorithms.losses.ratios import turns_of
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 1, 1]]).bool()
 VALUES = torch.tensor([[9.0, 1, 2, 9, 5], [7, 9, 9, 3, 1]])

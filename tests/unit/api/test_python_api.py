@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 import skyrl_train
-from skyrl_train import load_config
-from skyrl_train.cli.composition import as_override
-from skyrl_train.data.prompts import load_prompts
+from skyrl_train.api import load_config
+from skyrl_train.data import load_prompts
 from skyrl_train.errors import ConfigError, DataError, StopRequested
 from skyrl_train.objects import named_part, named_rows
 from skyrl_train.registry import import_attr, split_spec
-from skyrl_train.rollout.environments import uses_processes
-from skyrl_train.rollout.reward_functions import call_reward
-from skyrl_train.runs.result import run_logged
+from skyrl_train.rollout.envs import uses_processes
+from skyrl_train.rollout.rewards import call_reward
+from skyrl_train.runs import run_logged
+from skyrl_train.runs.cli import as_override
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"prompt": f"{n} and {n}?", "answer": str(2 * n)} for n in range(8)]
@@ -176,7 +176,7 @@ def test_a_tokenizer_and_a_dataset_may_be_objects(tmp_path: Path, monkeypatch: p
     from datasets import Dataset
 
     from skyrl_train.config.models import ModelConfig
-    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model import load_tokenizer
 
     monkeypatch.setenv("SKYRL_TRAIN_CACHE", str(tmp_path))
     tokenizer = load_tokenizer(ModelConfig())

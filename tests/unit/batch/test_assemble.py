@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.staleness import ages_in
+from skyrl_train.batch.assembly import assemble
+from skyrl_train.batch.steps.staleness import ages_in
 from skyrl_train.errors import BatchError
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.types import Trajectory, Turn
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.balance import balance_rows
-from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.layouts.cost import CostModel
+from skyrl_train.batch.planner.balance import balance_rows
 from skyrl_train.errors import BatchError
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.fields import walk
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.plan.dry_run import plan_batches
+from skyrl_train.plan import plan_batches
 from tests.support.batch_builders import make_config
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "batch_sizes.md").read_text(encoding="utf-8")

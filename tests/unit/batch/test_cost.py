@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.batch.cost import CPU, CostModel, DeviceRates, Measured, ModelShape, rates_file, rates_of
+from skyrl_train.batch.layouts.cost import CPU, CostModel, DeviceRates, Measured, ModelShape, rates_file, rates_of
 
 EQUAL = DeviceRates(linear_flops=1e12, attention_flops=1e12, kernel_s=0.0, read_bytes=1e12)
 DENSE_7B = {

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.algorithms.filters import mask_rows
-from skyrl_train.batch.assemble import assemble
+from skyrl_train.algorithms import mask_rows
+from skyrl_train.batch.assembly import assemble
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
-from skyrl_train.config.load import load_config
-from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.validate import validate_config
-from skyrl_train.data.prompts import PromptSource
+from skyrl_train.config.door import load_config
+from skyrl_train.config.rules import validate_config
+from skyrl_train.data import PromptSource
 from skyrl_train.errors import BatchError, DataError, Violation
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, Trajectory
 from tests.support.batch_builders import make_turn
 

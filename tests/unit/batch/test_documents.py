@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.documents import document_steps, reduction_schedule
-from skyrl_train.batch.microbatch import training_limit
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.batch.assembly import assemble
+from skyrl_train.batch.planner.documents import document_steps, reduction_schedule
+from skyrl_train.batch.planner.microbatch import training_limit
+from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.batch.forwards import fixed, token_budget
-from skyrl_train.batch.planner import RowFacts
+from skyrl_train.batch.planner.forwards import fixed, token_budget
+from skyrl_train.batch.planner.rows import RowFacts
 
 
 def groups(

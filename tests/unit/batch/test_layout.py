@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skyrl_train.batch.cost import CostModel
-from skyrl_train.batch.forwards import fixed, token_budget
-from skyrl_train.batch.layout import (
+from skyrl_train.batch.layouts.cost import CostModel
+from skyrl_train.batch.layouts.layout import (
     LAYOUTS,
     make_layout,
     packed_layout,
@@ -23,11 +22,12 @@ from skyrl_train.batch.layout import (
     shared_layout,
     spread_to_rows,
 )
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.planner import Forward, RowFacts, facts_of
-from skyrl_train.batch.prefix_tree import Segment, hosts_of, merge_counts, prefix_order, tree_segments
+from skyrl_train.batch.layouts.prefix_tree import Segment, hosts_of, merge_counts, prefix_order, tree_segments
+from skyrl_train.batch.planner.forwards import fixed, token_budget
+from skyrl_train.batch.planner.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.planner.rows import Forward, RowFacts, facts_of
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config import TrainerConfig
 
 A, B, C, D, E = range(5, 10)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_train.batch.minibatch import LossDenominators, close_mini_batch, mini_batches
+from skyrl_train.batch.steps.minibatch import LossDenominators, close_mini_batch, mini_batches
 from skyrl_train.errors import ConfigError
 from tests.support.batch_builders import make_batch
 

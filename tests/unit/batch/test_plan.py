@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.batch.assemble import assemble
+from skyrl_train.batch.assembly import assemble
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.plan.batch_plan import ceil_div
-from skyrl_train.plan.dry_run import plan_batches
-from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.trainers.step_metrics import document_metrics
+from skyrl_train.plan import ceil_div, plan_batches
+from skyrl_train.runs import assembly_settings
+from skyrl_train.trainers import document_metrics
 from tests.support.batch_builders import make_config, make_rollouts, make_trajectory, make_turn
 
 ROWS = ("per_trajectory", "per_turn")
@@ -188,8 +187,9 @@ def test_all_violations_are_raised_at_once():
 
 
 def test_a_plan_is_made_without_torch():
-    modules = "plan.batch_plan, skyrl_train.plan.report, skyrl_train.batch.microbatch, skyrl_train.batch.schedule"
-    code = f"import sys, skyrl_train.{modules}; sys.exit('torch' in sys.modules)"
+    modules = "plan.batch_plan", "plan.report", "batch.planner.microbatch", "batch.steps.schedule"
+    imported = ", ".join(f"skyrl_train.{module}" for module in modules)
+    code = f"import sys, {imported}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,17 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.layout import make_layout
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
-from skyrl_train.batch.planner import Forward, RowFacts
+from skyrl_train.batch.assembly import assemble
+from skyrl_train.batch.layouts.layout import make_layout
+from skyrl_train.batch.planner.microbatch import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
+from skyrl_train.batch.planner.rows import Forward, RowFacts
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.rules import LayoutChoice, LayoutName
-from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.fields import LayoutChoice, LayoutName
+from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import reads
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from tests.support.batch_builders import make_batch, make_config, make_rollouts, make_trajectory, make_turn
 
 LAYOUTS: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")

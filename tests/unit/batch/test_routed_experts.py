@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.batch.assemble import assemble
+from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
-from skyrl_train.cluster.images import SentImages
-from skyrl_train.cluster.learner_worker import pack, unpack
+from skyrl_train.cluster import SentImages, pack, unpack
 from skyrl_train.errors import BatchError
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.types import Trajectory
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 from tests.support.fakes_trainer import linked

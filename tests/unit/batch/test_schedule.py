@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.batch.schedule import learning_rate, schedule_position
-from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.batch.steps.schedule import learning_rate, schedule_position
+from skyrl_train.config.models import OptimizerConfig
 
 
 def rates(steps, **kwargs):

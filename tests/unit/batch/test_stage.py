@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.batch.minibatch import close_mini_batch
-from skyrl_train.batch.stage import stage, stage_chunks
+from skyrl_train.batch.steps.minibatch import close_mini_batch
+from skyrl_train.batch.steps.staging import stage, stage_chunks
 from skyrl_train.errors import BatchError
 from tests.support.batch_builders import make_batch
 

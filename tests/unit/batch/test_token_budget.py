@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.token_budget import balance_longest_first, computed_tokens, rows_over, split_packed, split_padded
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.batch.planner.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.planner.splits import (
+    balance_longest_first,
+    computed_tokens,
+    rows_over,
+    split_packed,
+    split_padded,
+)
+from skyrl_train.config import TrainerConfig
 from tests.support.batch_builders import make_batch
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)

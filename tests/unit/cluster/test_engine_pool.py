@@ -17,11 +17,11 @@ from skyrl_train.cluster.endpoints import RayEndpoint
 from skyrl_train.cluster.engine_group import GroupEngine
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.images import SentImages
-from skyrl_train.config.schema import PlacementConfig
+from skyrl_train.config.models import PlacementConfig
 from skyrl_train.errors import ActorLostError, EngineDeadError, EngineError, SkyrlTrainError
-from skyrl_train.inference.request_gate import RequestGate
+from skyrl_train.inference import RequestGate
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync import DeviceSharing
 
 REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(), seed=1)
 OUTPUT = GenerationOutput(token_ids=(3,), logprobs=(-0.5,), stop_reason=StopReason.LENGTH, weight_version=4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync import DeviceSharing
 from tests.support.shared_engines import engines
 
 

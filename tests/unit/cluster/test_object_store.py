@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.cluster.session import object_store_bytes
-from skyrl_train.memory.model_sizes import largest_parameter, meta_model, read_config
+from skyrl_train.model.sizes import largest_parameter, meta_model, read_config
 
 GIB = 1 << 30
 

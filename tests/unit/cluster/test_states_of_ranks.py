@@ -14,9 +14,8 @@ from skyrl_train.cluster.learner_worker import LearnerRank
 from skyrl_train.cluster.learners import RayLearner
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import SaveError
-from skyrl_train.learner import state_files
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.learner import PolicyLearner
+from skyrl_train.weight_sync import DeviceSharing
 from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, save_tiny_model
 
 
@@ -75,7 +74,7 @@ def test_a_copy_is_written_beside_other_calls_and_stays_while_the_ranks_train(gr
 def test_one_rank_without_memory_has_all_of_them_waited_for(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("skyrl_train.learner.state_files.free_host_bytes", lambda: 1000)
     held = learner_of(group).hold_state(copies=True)
     assert (held.is_copied, group.asked) == (False, [""])
     assert held.write(tmp_path / "live") == sums_of(tmp_path / "live")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.docs import documentation, reference, type_text
-from skyrl_train.config.fields import SchemaField, walk
+from skyrl_train.config.fields.fields import SchemaField, walk
 from skyrl_train.config.schema import Config
+from skyrl_train.runs.cli import conf_dir
 
 ROOT = Path(__file__).resolve().parents[3]
 FIELDS = {field.path: field for field in walk(Config)}

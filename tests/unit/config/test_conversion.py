@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from skyrl_train.config.load import Conversion
-from skyrl_train.config.rules import Range
+from skyrl_train.config.door.load import Conversion
+from skyrl_train.config.fields.facts import Range
 from skyrl_train.errors import Violation
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cli.machine import MACHINE_RULES
-from skyrl_train.config.expert_rules import num_experts
-from skyrl_train.config.load import load_config
+from skyrl_train.config.door.load import load_config
+from skyrl_train.config.rules.expert_rules import num_experts
+from skyrl_train.config.rules.validate import run_rules, validate_config
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import run_rules, validate_config
+from skyrl_train.runs.cli import MACHINE_RULES
 
 
 def config(*, name: str = "fsdp2", size: int = 2, workers: int = 4, model: Any = None, **more: Any) -> Config:

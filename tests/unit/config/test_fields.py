@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from skyrl_train.config.fields import SchemaField, defaults, is_refused, nearest, recorded, suggest, walk
-from skyrl_train.config.rules import Free, LayoutOnly, PositiveInt, Resume
+from skyrl_train.config.fields.facts import Free, LayoutOnly, PositiveInt, Resume
+from skyrl_train.config.fields.fields import SchemaField, defaults, is_refused, nearest, recorded, suggest, walk
 from skyrl_train.config.schema import Config, LoopConfig, RunConfig, TrainerConfig
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_learner_settings
 
@@ -40,6 +40,10 @@ class Outer:
         ("critic.lr", "critic.optimizer.lr"),
         ("trainr.total_steps", "trainer.total_steps"),
         ("modle", "model"),
+        ("generator.n_sampels", "generator.n_samples_per_prompt"),
+        ("data.max_prompt", "data.max_prompt_length"),
+        ("trainer.algorithm.entropy", "trainer.algorithm.entropy_coef"),
+        ("generator.temperature", "generator.sampling.temperature"),
         ("trainer.xyzzy", None),
         ("zzz", None),
     ],

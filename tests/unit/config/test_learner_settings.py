@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
-from skyrl_train.config.learners import old_logprobs_scored
+from skyrl_train.config.algorithm.settings import AlgorithmConfig, OffPolicyConfig
+from skyrl_train.config.derived.learners import old_logprobs_scored
 from skyrl_train.config.schema import TrainerConfig
 
 ONE_STEP = TrainerConfig(train_batch_size=16, policy_mini_batch_size=16)

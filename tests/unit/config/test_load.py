@@ -6,13 +6,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from skyrl_train.cli.composition import load_node
-from skyrl_train.config.fields import fact, is_optional, strip, unusual_values, walk
-from skyrl_train.config.load import load_config, load_root, read_root
-from skyrl_train.config.rules import Most, Range
+from skyrl_train.config.door.load import load_config, load_root, read_root
+from skyrl_train.config.fields.facts import Most, Range
+from skyrl_train.config.fields.fields import fact, is_optional, strip, unusual_values, walk
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.runs.cli import load_node
 
 
 def test_an_empty_config_is_the_defaults() -> None:

@@ -10,25 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.algorithms.estimate import advantage_inputs, estimate_advantages
-from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
-from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.algorithms.losses import is_tokenwise, policy_loss
-from skyrl_train.batch.minibatch import RowCounts, close_mini_batch
+from skyrl_train.algorithms import AdvantageInputs, AdvantageOutput, advantage_inputs, estimate_advantages
+from skyrl_train.algorithms.losses import PolicyLossInputs, PolicyLossOutput, is_tokenwise, policy_loss, token_kl
 from skyrl_train.batch.planner import Forward, RowFacts
-from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_reference
-from skyrl_train.config.fields import parts_of
-from skyrl_train.config.learners import old_logprobs_scored
-from skyrl_train.config.load import load_config
-from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, ENGINES, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
+from skyrl_train.batch.steps import RowCounts, close_mini_batch
+from skyrl_train.config.algorithm.settings import AlgorithmConfig, needs_critic, needs_reference
+from skyrl_train.config.derived.learners import old_logprobs_scored
+from skyrl_train.config.door.load import load_config
+from skyrl_train.config.fields.fields import parts_of
+from skyrl_train.config.rules.validate import validate_config
 from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, OptimizerConfig, TrainerConfig
-from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import BatchError, ConfigError
-from skyrl_train.learner.optimizer import build_optimizer
+from skyrl_train.learner import build_optimizer
+from skyrl_train.parts import ADVANTAGE_ESTIMATORS, ENGINES, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
 from skyrl_train.registry import Seam, reads, split_spec
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.metrics import Metric, Sum
-from skyrl_train.trainers.observers import Observers, RunEvent, StepFacts
+from skyrl_train.telemetry import Metric, Sum
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers import Observers, RunEvent, StepFacts
 from skyrl_train.types import RolloutBatch
 from tests.support.advantage_oracles import advantage_inputs_of, random_samples
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
@@ -230,7 +228,7 @@ def test_what_is_wrong_with_a_part_is_named(seam: Seam, spec: Any, field: str, t
 def test_a_target_may_be_written_with_dots_and_built_in_names_take_the_idiom_too() -> None:
     assert split_spec(ESTIMATOR) == ("test_parts:nearer_to_reference", {"scale": 3.0})
     assert POLICY_LOSSES.resolve({"_target_": "gspo"}) is POLICY_LOSSES["gspo"]
-    assert POLICY_LOSSES.reads("skyrl_train.algorithms.weighted_losses:reinforce") == POLICY_LOSSES.reads("reinforce")
+    assert POLICY_LOSSES.reads("skyrl_train.algorithms.losses.weighted:reinforce") == POLICY_LOSSES.reads("reinforce")
 
 
 def test_a_part_is_read_from_a_configuration_and_needs_its_target() -> None:
@@ -245,7 +243,7 @@ def test_a_part_is_read_from_a_configuration_and_needs_its_target() -> None:
 
 
 def test_a_built_in_part_has_its_name_however_it_is_written() -> None:
-    target = "skyrl_train.batch.forwards.token_budget"
+    target = "skyrl_train.batch.planner.forwards.token_budget"
     for spec in ("token_budget", {"_target_": "token_budget"}, {"_target_": target}, target.replace(".t", ":t")):
         assert load_config({"trainer": {"micro_batching": spec}}).trainer.micro_batching == "token_budget"
 

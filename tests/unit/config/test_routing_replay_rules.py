@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.learners import learner_settings
+from skyrl_train.config.derived.learners import learner_settings
+from skyrl_train.config.models.engines import GeneratorConfig, VLLMConfig
+from skyrl_train.config.rules.validate import run_rules
+from skyrl_train.config.rules.validate_models import MODEL_RULES
 from skyrl_train.config.schema import (
     Config,
     CriticConfig,
@@ -14,10 +16,8 @@ from skyrl_train.config.schema import (
     PlatformConfig,
     TrainerConfig,
 )
-from skyrl_train.config.validate import run_rules
-from skyrl_train.config.validate_models import MODEL_RULES
-from skyrl_train.inference.vllm_settings import vllm_settings
-from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.inference.vllm import vllm_settings
+from skyrl_train.runs.construction import engine_settings
 
 ON = TrainerConfig(moe_routing_replay=True)
 GPU = PlatformConfig(name="gpu", device="cuda")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.load import load_config
+from skyrl_train.config.door.load import load_config
+from skyrl_train.config.rules.batch_rules import data_parallel_size
+from skyrl_train.config.rules.validate import validate_config
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
-from skyrl_train.plan.dry_run import plan_batches
+from skyrl_train.plan import plan_batches
 
 
 def config(*, name: str = "fsdp2", size: int = 2, workers: int = 4, attention: str = "auto", **trainer: Any) -> Config:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyrl_train.config import validate, validate_models
-from skyrl_train.config.load import load_config
+from skyrl_train.config.door.load import load_config
+from skyrl_train.config.fields.fields import recorded
+from skyrl_train.config.models.engines import GeneratorConfig
+from skyrl_train.config.rules import validate, validate_models
+from skyrl_train.config.rules.validate import RULES, run_rules, validate_config
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import Violation
 
 
@@ -244,6 +248,40 @@ ELSEWHERE = {
 @pytest.mark.parametrize(("broken", "field"), BROKEN)
 def test_what_was_refused_elsewhere_hides_no_rule(broken: dict[str, Any], field: str) -> None:
     assert field in [violation.field for violation in validate_config(config(**broken), refused=ELSEWHERE)]
+
+
+def _reads_seed(seed: int) -> Iterator[Violation]:
+    yield Violation.of("seed", seed, "is read", "")
+
+
+def _reads_turns(generator: GeneratorConfig) -> Iterator[Violation]:
+    yield Violation.of("generator.max_turns", generator.max_turns, "is read", "")
+
+
+def _changes_turns(generator: GeneratorConfig) -> Iterator[Violation]:
+    generator.max_turns = 9  # type: ignore[misc]
+    yield from ()
+
+
+@pytest.mark.parametrize("refused", [(), {"data.train"}])
+def test_no_rule_changes_what_the_next_one_reads(refused: set[str]) -> None:
+    read = Config()
+    with pytest.raises(FrozenInstanceError):
+        list(run_rules(read, [_changes_turns], refused))
+    (violation,) = run_rules(read, [_reads_turns], refused)
+    assert violation.value == str(read.generator.max_turns)
+
+
+def test_what_one_rule_read_leaves_no_other_out() -> None:
+    found = run_rules(Config(), [_reads_turns, _reads_turns, _reads_seed], {"generator.max_turns"})
+    assert [violation.field for violation in found] == ["seed"]
+
+
+def test_the_configuration_is_copied_once_for_all_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[object] = []
+    monkeypatch.setattr(validate, "recorded", lambda *given: copies.append(given) or recorded(*given))
+    list(run_rules(Config(), RULES, {"data.train"}))
+    assert len(copies) == 1
 
 
 def test_a_refused_section_leaves_the_rules_out_that_read_what_is_in_it() -> None:

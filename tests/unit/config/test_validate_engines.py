@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig, HTTPConfig, SamplingConfig, VLLMConfig
+from skyrl_train.config.models.engines import GeneratorConfig, HTTPConfig, SamplingConfig, VLLMConfig
+from skyrl_train.config.rules.validate import run_rules
+from skyrl_train.config.rules.validate_engines import ENGINE_RULES
+from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, PlacementConfig
-from skyrl_train.config.validate import run_rules
-from skyrl_train.config.validate_engines import ENGINE_RULES
-from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
 
 
 def violated(config: Config) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
+from skyrl_train.config.algorithm.settings import AlgorithmConfig
+from skyrl_train.config.models.engines import GeneratorConfig, VLLMConfig
+from skyrl_train.config.rules.validate import run_rules
+from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
 from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig, TrainerConfig
-from skyrl_train.config.validate import run_rules
-from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
 from skyrl_train.errors import Violation
 
 RAY = {"backend": "ray", "ray_address": "auto"}

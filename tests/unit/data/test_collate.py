@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_train.batch.stage import stage
-from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
+from skyrl_train.batch.steps import stage
+from skyrl_train.data.sft.collate import DefaultCollator, PackedDataCollator
 from tests.support.sft_cases import examples, indices
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_train.config.load import load_config
-from skyrl_train.config.schema import EnvironmentConfig
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.door import load_config
+from skyrl_train.config.rules import validate_config
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.errors import DataError
-from skyrl_train.rollout.row_checks import check_all_rows
+from skyrl_train.rollout import check_all_rows
 from skyrl_train.types import Prompt
 
 TEXT = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")

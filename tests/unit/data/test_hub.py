@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.data import hub
 from skyrl_train.data.prompts import load_prompts
+from skyrl_train.data.sources import hub
 from skyrl_train.errors import DataError, ModelError
-from skyrl_train.model.causal_lm import resolve_model_path
+from skyrl_train.model import resolve_model_path
 
 
 @pytest.fixture(autouse=True)

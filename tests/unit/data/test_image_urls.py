@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.data import ImagesConfig
-from skyrl_train.data import images
-from skyrl_train.data.images import ImageStore, references_in, with_references
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import Row
+from skyrl_train.data.sources import images
+from skyrl_train.data.sources.images import ImageStore, references_in, with_references
 from skyrl_train.errors import DataError
 from tests.support.pictured_runs import HTML, SVG, encoded
 

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from skyrl_train.config.data import ImagesConfig
-from skyrl_train.data.images import REFERENCE, ImageStore, references_in, with_references
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import Row
+from skyrl_train.data.sources.images import REFERENCE, ImageStore, references_in, with_references
 from skyrl_train.errors import DataError
 
 NO_SETTINGS = ImagesConfig()

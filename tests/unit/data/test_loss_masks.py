@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.conversations import RowFormat
-from skyrl_train.data.sft import ExampleFormat, tokenise
+from skyrl_train.data.sft.examples import ExampleFormat, tokenise
 from skyrl_train.errors import DataError
 from tests.support import sft_cases as cases
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.load import load_config
-from skyrl_train.config.mix import MixedDataset, mixed_datasets
-from skyrl_train.config.schema import Config, DataConfig, EnvironmentConfig
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config import Config
+from skyrl_train.config.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.door import load_config
+from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.config.rules import MixedDataset, mixed_datasets, validate_config
 from skyrl_train.data.mix import MixedSource
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.runs.rl import load_data
-from skyrl_train.trainers.step_metrics import rollout_metrics
+from skyrl_train.rollout import RolloutGenerator
+from skyrl_train.runs import load_data
+from skyrl_train.trainers import rollout_metrics
 from skyrl_train.types import Prompt, SamplingParams
 from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, done_with, make_tokenizer
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.load import load_root
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import SFTConfig, validate_sft
-from skyrl_train.config.validate import validate_config
-from skyrl_train.data import hub
+from skyrl_train.config import Config, SFTConfig, validate_sft
+from skyrl_train.config.door import load_root
+from skyrl_train.config.rules import validate_config
 from skyrl_train.data.prompts import PromptSource, filter_by_length, load_prompts
+from skyrl_train.data.sources import hub
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.types import Prompt
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.data import DataConfig, EnvironmentConfig, ReasoningGymConfig
-from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.mix import mixed_datasets
-from skyrl_train.data import reasoning_tasks
-from skyrl_train.data.reasoning_tasks import read_tasks, score
+from skyrl_train.config.models import SamplingConfig
+from skyrl_train.config.rules import mixed_datasets
+from skyrl_train.data.tasks import reasoning_tasks
+from skyrl_train.data.tasks.reasoning_tasks import read_tasks, score
 from skyrl_train.errors import DataError
-from skyrl_train.rollout.row_checks import checked_prompts
-from skyrl_train.trainers.state import DataFingerprint
+from skyrl_train.rollout import checked_prompts
+from skyrl_train.trainers.checkpoints import DataFingerprint
 from tests.support.fake_reasoning_gym import fake_package, install_fake
 
 __all__ = ["fake_package"]

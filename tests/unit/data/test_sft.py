@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.data import sft
 from skyrl_train.data.conversations import RowFormat
 from skyrl_train.data.rows import find_sources
-from skyrl_train.data.sft import ExampleFormat, Loaded, cache_key, load_examples
+from skyrl_train.data.sft import examples as sft
+from skyrl_train.data.sft.examples import ExampleFormat, Loaded, cache_key, load_examples
 from skyrl_train.errors import DataError
 from tests.support import sft_cases as cases
 
@@ -139,8 +139,8 @@ def test_a_hub_data_set_is_tokenised_like_a_file_and_once_while_its_rows_stay_th
     datasets = pytest.importorskip("datasets")
     hub = {"owner/name": [{"text": "one"}, cases.chat("hello", "bye")]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: hub[name])
-    monkeypatch.setattr("skyrl_train.data.hub.is_reachable", lambda: True)
-    monkeypatch.setattr("skyrl_train.data.hub.problem_of", lambda name, *, dataset: "")
+    monkeypatch.setattr("skyrl_train.data.sources.hub.is_reachable", lambda: True)
+    monkeypatch.setattr("skyrl_train.data.sources.hub.problem_of", lambda name, *, dataset: "")
     tokenised: list[str] = []
     settings: dict[str, Any] = {
         "cache_folder": tmp_path / "cache",

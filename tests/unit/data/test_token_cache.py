@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_train.data.token_cache import Examples, cached, default_folder
+from skyrl_train.data.sft.token_cache import Examples, cached, default_folder
 
 ROWS = [([1, 2, 3], [False, True, True]), ([4], [False]), ([5, 6], [False, True])]
 

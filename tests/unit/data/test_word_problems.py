@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from skyrl_train.data.word_problems import (
+from skyrl_train.data.tasks.word_problems import (
     Split,
     WordProblem,
     draw_problem,
@@ -19,7 +19,7 @@ from skyrl_train.data.word_problems import (
 )
 
 ROOT = Path(__file__).parents[3]
-BUNDLED = ROOT / "skyrl_train" / "assets" / "word_problems"
+BUNDLED = ROOT / "skyrl_train" / "data" / "assets" / "word_problems"
 PROBLEM = WordProblem(
     question="Ana has 3 pens. Ana buys 4 more. How many pens does Ana have now?",
     solution_lines=("3+4=7",),

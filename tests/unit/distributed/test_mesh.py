@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.load import load_config
-from skyrl_train.config.placement import MeshSizes, StrategyConfig, mesh_sizes
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config.door import load_config
+from skyrl_train.config.models import MeshSizes, StrategyConfig, mesh_sizes
+from skyrl_train.config.rules import validate_config
 from skyrl_train.distributed.mesh import ranks_along
 
 GRID = MeshSizes(replicate=2, shard=2, tensor=2, sequence=2)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from skyrl_train.config.schema import Config, PlacementConfig, StrategyConfig
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config import Config
+from skyrl_train.config.models import PlacementConfig, StrategyConfig
+from skyrl_train.config.rules import validate_config
 from skyrl_train.distributed.fsdp import hold_whole_gradients, whole_gradients
 from skyrl_train.distributed.gather import own_box
 from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, Replicated, SingleProcess, make_strategy

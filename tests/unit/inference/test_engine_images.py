@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from skyrl_train.config.generation import HTTPConfig
+from skyrl_train.config.models import HTTPConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.images import ImageSpan
 from skyrl_train.inference.decode import Decoder

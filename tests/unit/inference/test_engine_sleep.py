@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import LoraConfig
-from skyrl_train.inference.vllm_core import VLLMCore
+from skyrl_train.config.models import LoraConfig
+from skyrl_train.inference.vllm.core import VLLMCore
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from skyrl_train.inference.decode import Decoder
-from skyrl_train.inference.grouped_attention import (
-    GROUPED,
-    grouped_attention,
-    reads_shared_keys,
-    use_grouped_attention,
-)
+from skyrl_train.inference.grouped_attention import GROUPED, grouped_attention, reads_shared_keys, use_grouped_attention
 from skyrl_train.inference.kv_cache import SharedKeys
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.fakes import make_tiny_model

@@ -14,7 +14,7 @@ import torch
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.hf import HFEngine
-from skyrl_train.runs.build_engines import sync_within_process
+from skyrl_train.runs.construction import sync_within_process
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
 from skyrl_train.weights import stored_weights
 from tests.support.fakes import make_tiny_model, make_tokenizer

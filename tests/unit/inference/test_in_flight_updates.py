@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.hf import HFEngine
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.runs.build_engines import sync_within_process
+from skyrl_train.model import load_causal_lm
+from skyrl_train.runs.construction import sync_within_process
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, VersionRun
 from skyrl_train.weights import stored_weights
 from tests.support.fakes import make_tiny_model, make_tokenizer

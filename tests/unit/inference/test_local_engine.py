@@ -15,21 +15,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.config.parts import WEIGHT_TRANSPORTS
-from skyrl_train.config.schema import LoraConfig, ModelConfig
-from skyrl_train.distributed.strategy import SingleProcess
+from skyrl_train.config.models import LoraConfig, ModelConfig
+from skyrl_train.distributed import SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import DeadlineError, EngineDeadError, EngineError
 from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.model.lora import adapter_tensors, add_adapter
+from skyrl_train.parts import WEIGHT_TRANSPORTS
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
-from skyrl_train.weight_sync.cuda_ipc import import_copy
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
-from skyrl_train.weight_sync.sender import RankSender
-from skyrl_train.weight_sync.transport import Probed, SyncRecords, WeightSync
-from skyrl_train.weight_sync.transports import RouteSettings
+from skyrl_train.weight_sync import (
+    DeviceSharing,
+    Probed,
+    RankSender,
+    Receiver,
+    RouteSettings,
+    SyncRecords,
+    UpdatableEngine,
+    WeightSync,
+    import_copy,
+)
 from skyrl_train.weights import Bucket, ModelWeights, WeightSender, tensors_of, unpack
 from tests.support.learner_cases import save_tiny_model
 

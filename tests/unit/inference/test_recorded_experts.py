@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference.decode import Decoder
-from skyrl_train.model.expert_routing import record_routing
+from skyrl_train.model.parallel import record_routing
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.moe_cases import NUM_LAYERS, TOP_K, make_moe
 

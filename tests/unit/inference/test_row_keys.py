@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from skyrl_train.inference.vllm_sampler import row_keys
+from skyrl_train.inference.vllm.sampler import row_keys
 
 
 def test_keys_are_those_of_splitmix64() -> None:

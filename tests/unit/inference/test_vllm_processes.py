@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.inference.vllm_processes import EngineProcesses
+from skyrl_train.inference.vllm.processes import EngineProcesses
 from tests.support.process_trees import is_running
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 ACTOR = """
 import subprocess, sys, time
-from skyrl_train.inference.vllm_processes import EngineProcesses
+from skyrl_train.inference.vllm.processes import EngineProcesses
 processes = EngineProcesses()
 with processes.starting({}):
     child = subprocess.Popen(sys.argv[1:], start_new_session=True)

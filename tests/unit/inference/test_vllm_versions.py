@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from skyrl_train.inference.vllm_core import _answer, _Running
+from skyrl_train.inference.vllm.core import Running, _answer
 from skyrl_train.types import GenerationRequest, SamplingParams, VersionRun
 
 REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=1)
@@ -21,7 +21,7 @@ def completion(*token_ids: int) -> SimpleNamespace:
 
 
 def test_a_request_that_runs_on_with_new_weights_says_which_sampled_which_token() -> None:
-    running = _Running(REQUEST, Future())
+    running = Running(REQUEST, Future())
     running.take(completion(), 3)
     for token, version in ((11, 4), (12, 4), (13, 5), (14, 5), (15, 7)):
         running.take(completion(token), version)
@@ -31,13 +31,13 @@ def test_a_request_that_runs_on_with_new_weights_says_which_sampled_which_token(
 
 
 def test_one_version_is_one_run() -> None:
-    running = _Running(REQUEST, Future())
+    running = Running(REQUEST, Future())
     running.take(completion(11, 12), 4)
     assert _answer(running, "length").weight_versions == ((0, 4),)
 
 
 def test_experts_come_with_the_last_token() -> None:
-    running = _Running(REQUEST, Future())
+    running = Running(REQUEST, Future())
     running.take(completion(11), 4)
     assert not len(_answer(running, "length").routed_experts)
     last = completion(12)

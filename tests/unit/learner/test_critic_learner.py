@@ -9,18 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutName
-from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from skyrl_train.config.fields import LayoutName
+from skyrl_train.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.model import HEAD, load_value_model
 from skyrl_train.model.lora import add_adapter, is_adapter
-from skyrl_train.model.value_model import HEAD, load_value_model
-from skyrl_train.telemetry.metrics import merge_metrics, to_values
+from skyrl_train.telemetry import merge_metrics, to_values
 from tests.support.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
 
 LENGTHS = [5, 9, 7, 12]

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
-from skyrl_train.batch.planner import Forward, RowFacts
+from skyrl_train.batch.planner import Forward, MemoryAwareBatchIterator, RowFacts, TokenBudgets
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, PolicyConfig
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, PolicyConfig
 from skyrl_train.errors import BatchError, MemoryLimitError
 from skyrl_train.learner.build import build_engine
+from skyrl_train.learner.memory.sizing import size_run
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.memory.sizing import size_run
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.registry import PartSpec, reads
 from tests.support.layout_cases import close, flat_gradient
 from tests.support.learner_cases import make_batch, make_double, save_tiny_model, settings_of

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.batch.steps import MiniBatch, close_mini_batch
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.learner.policy import BaseOfAdapter
 from skyrl_train.learner.shared_device import LearnerOnSharedDevice
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync import DeviceSharing
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.support.shared_engines import engines
 

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.batch.steps import close_mini_batch
+from skyrl_train.config import Config, PlanConfig, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.bundles import Role
-from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, PlanConfig, StrategyConfig, TrainerConfig
-from skyrl_train.config.validate_models import quantization
-from skyrl_train.distributed.strategy import Sharded
-from skyrl_train.inference.hf import build_engine, load_for_engine
-from skyrl_train.inference.settings import EngineSettings
-from skyrl_train.memory.model_sizes import ParameterCounts
-from skyrl_train.memory.predict import DeviceShare, Effort
-from skyrl_train.model.causal_lm import load_tokenizer, quiet_transformers
+from skyrl_train.config.models import LoraConfig, ModelConfig, StrategyConfig
+from skyrl_train.config.placement import Role
+from skyrl_train.config.rules import quantization
+from skyrl_train.distributed import Sharded
+from skyrl_train.inference import EngineSettings, build_hf_engine, load_for_engine
+from skyrl_train.learner.memory.predict import DeviceShare, Effort
+from skyrl_train.model import load_tokenizer, quiet_transformers
 from skyrl_train.model.lora import is_adapter, merged_weights
+from skyrl_train.model.sizes import ParameterCounts
 from skyrl_train.plan.memory import models_of
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import critic_of, make_batch, policy_of
@@ -80,7 +80,7 @@ def test_an_engine_in_this_process_holds_the_type_of_the_forward() -> None:
     for dtype in ("float32", "bfloat16"):
         model = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
         settings = EngineSettings(model=model, device="cpu", max_batch_size=4, max_context_length=64)
-        engine = build_engine(settings, load_tokenizer(model))
+        engine = build_hf_engine(settings, load_tokenizer(model))
         assert {str(each.dtype) for each in engine._model.parameters()} == {f"torch.{dtype}"}
         engine.close()
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.model.numerics import set_numerics
+from skyrl_train.model.layers import set_numerics
 from tests.support.layout_cases import close
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 

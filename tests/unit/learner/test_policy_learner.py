@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
-from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, ReferenceConfig, ReferenceModelConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig, ReferenceConfig, ReferenceModelConfig
 from skyrl_train.errors import BatchError, ModelError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.model import load_causal_lm
+from skyrl_train.telemetry import to_values
 from tests.support.learner_cases import (
     LENGTHS,
     close,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
 from skyrl_train.errors import CheckpointError, ModelError, SaveError
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.model import load_tokenizer
+from skyrl_train.telemetry import to_values
 from tests.support.file_limits import file_size_limit
 from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, same, save_tiny_model, snapshot
 

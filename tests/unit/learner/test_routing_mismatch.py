@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch, batch_of_lengths
+from skyrl_train.batch import ROUTED, TrainingInputBatch, batch_of_lengths
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.inference.decode import Decoder
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.inference import Decoder
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.expert_routing import follow_routing, record_routing
+from skyrl_train.model.parallel import follow_routing, record_routing
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.learner_cases import VOCABULARY, fixed_rows
 from tests.support.moe_cases import make_moe

@@ -14,7 +14,7 @@ from skyrl_train.errors import SaveError
 from skyrl_train.learner import state_files
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.state_files import TensorFile, free_host_bytes
-from skyrl_train.telemetry.files import FileSums
+from skyrl_train.system.files import FileSums
 from tests.support.file_limits import file_size_limit
 from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, save_tiny_model
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.learner import optimizer as optimizers
+from skyrl_train.learner.memory.meter import CountingMeter
+from skyrl_train.learner.memory.predict import DeviceShare
+from skyrl_train.learner.memory.trace import count_parameters
 from skyrl_train.learner.optimizer import optimizer_tensors, step_from_host
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.shared_device import LearnerOnSharedDevice
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.predict import DeviceShare
-from skyrl_train.memory.trace import count_parameters
-from skyrl_train.telemetry.metrics import to_values
-from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.telemetry import to_values
+from skyrl_train.weight_sync import DeviceSharing
 from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, save_tiny_model
 from tests.support.shared_engines import engines
 

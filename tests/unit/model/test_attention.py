@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skyrl_train.batch.prefix_tree import Segment
+from skyrl_train.batch.layouts import Segment
 from skyrl_train.errors import ModelError
-from skyrl_train.model import attention
-from skyrl_train.model.attention import _attend_on_cuda, flex, masked_attention, segment_attention
-from skyrl_train.model.segments import Segments
+from skyrl_train.model.layers import attention
+from skyrl_train.model.layers.attention import _attend_on_cuda, flex, masked_attention, segment_attention
+from skyrl_train.model.layers.segments import Segments
 from tests.support.attention_cases import dense, dense_mask, long_tree, qkv, random_tree
 
 PACKED = Segments((Segment(0, 3, 3), Segment(3, 4, 4), Segment(4, 9, 9)), 5)

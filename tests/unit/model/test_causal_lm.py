@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.model import causal_lm
 from skyrl_train.model.causal_lm import (
@@ -69,7 +69,7 @@ def test_a_bfloat16_checkpoint_gets_float32_master_weights(copy: Path) -> None:
 
 def test_builtin_models_lie_in_the_package() -> None:
     folder = resolve_model_path("builtin:tiny_qwen2")
-    assert folder.parts[-3:] == ("skyrl_train", "assets", "tiny_qwen2")
+    assert folder.parts[-4:] == ("skyrl_train", "data", "assets", "tiny_qwen2")
     assert (folder / "config.json").is_file()
 
 

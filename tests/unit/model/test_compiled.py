@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.build import compile_layers
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model import attention
+from skyrl_train.learner import PolicyLearner, compile_layers
+from skyrl_train.model.layers import attention
 from tests.support.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
 from tests.support.learner_cases import make_learner, save_tiny_model
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.batch.layout import padded_layout
-from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch, batch_of_lengths
+from skyrl_train.batch import ROUTED, TrainingInputBatch, batch_of_lengths
+from skyrl_train.batch.layouts import padded_layout
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.model.expert_routing import follow_routing, replayed, replaying
 from skyrl_train.model.layouts import hidden_states
+from skyrl_train.model.parallel.expert_routing import follow_routing, replayed, replaying
 from tests.support.fakes import make_tiny_model
 from tests.support.moe_cases import FAMILIES, NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe
 

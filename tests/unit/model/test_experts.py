@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.model_sizes import meta_model
-from skyrl_train.model.experts import check_experts, expert_modules
+from skyrl_train.model.parallel.experts import check_experts, expert_modules
+from skyrl_train.model.sizes.counts import meta_model
 from tests.support.moe_cases import EXPERTS, FAMILIES, NUM_EXPERTS, SIZES
 
 

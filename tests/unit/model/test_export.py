@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import LoraConfig, ModelConfig
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.config.models import LoraConfig, ModelConfig
+from skyrl_train.learner import ModelEngine, PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
-from skyrl_train.model.export import export_model, source_types
-from skyrl_train.model.lora import adapter_tensors, add_adapter
+from skyrl_train.model.files.export import export_model, source_types
+from skyrl_train.model.lora.adapter import adapter_tensors, add_adapter
 from tests.support.learner_cases import fixed_rows, save_tiny_model
 
 NORM = "model.norm.weight"

@@ -8,10 +8,10 @@ from torch._dynamo import config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as library
 
-from skyrl_train.batch.prefix_tree import Segment
+from skyrl_train.batch.layouts import Segment
 from skyrl_train.errors import ModelError
-from skyrl_train.model import attention
-from skyrl_train.model.segments import Segments
+from skyrl_train.model.layers import attention
+from skyrl_train.model.layers.segments import Segments
 
 pytestmark = pytest.mark.slow
 SIZES = (300, 513, 700, 1111, 128, 127, 64, 640)

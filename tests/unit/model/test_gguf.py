@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import DeadlineError, ModelError
-from skyrl_train.memory.model_sizes import model_sizes
 from skyrl_train.model import gguf
 from skyrl_train.model.gguf import Wheel, check_gguf, gguf_file, gguf_folder, pinned, source_line
+from skyrl_train.model.sizes.counts import model_sizes
 from tests.support.gguf_files import write_gguf
 
 pytest.importorskip("gguf", reason="the package `gguf` is not installed")

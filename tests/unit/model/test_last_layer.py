@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skyrl_train.batch.layout import LAYOUTS, states_before
-from skyrl_train.batch.prefix_tree import Segment
-from skyrl_train.batch.scored_tokens import loss_tokens
-from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
-from skyrl_train.config.schema import LoraConfig
+from skyrl_train.batch import TrainingInputBatch, batch_of_lengths, loss_tokens
+from skyrl_train.batch.layouts import LAYOUTS, Segment, states_before
+from skyrl_train.config.models import LoraConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.model import joined_attention as module
-from skyrl_train.model.attention import READ
-from skyrl_train.model.joined_attention import joined_attention, parts_of_queries
 from skyrl_train.model.last_layer import narrow_last_layer, reading
+from skyrl_train.model.layers import joined_attention as module
+from skyrl_train.model.layers.attention import READ
+from skyrl_train.model.layers.joined_attention import joined_attention, parts_of_queries
 from skyrl_train.model.layouts import hidden_states
-from skyrl_train.model.lora import add_adapter
+from skyrl_train.model.lora.adapter import add_adapter
 from tests.support.attention_cases import dense, dense_mask, long_tree, qkv, random_tree
 from tests.support.model_layouts import EXACT, build, tree
 

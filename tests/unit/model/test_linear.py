@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.model.linear import FastLinear, has_fast_products, linear, product, use_fast_products
+from skyrl_train.model.layers.linear import FastLinear, has_fast_products, linear, product, use_fast_products
 
 needs_operation = pytest.mark.skipif(not has_fast_products(), reason="this machine has no faster products")
 
@@ -81,7 +81,7 @@ MANY_SHAPES = """
 import re
 import torch
 from torch import nn
-from skyrl_train.model.linear import use_fast_products
+from skyrl_train.model.layers.linear import use_fast_products
 
 def megabytes():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.batch.layout import packed_layout, shared_layout
-from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
+from skyrl_train.batch import TrainingInputBatch, batch_of_lengths
+from skyrl_train.batch.layouts import packed_layout, shared_layout
 from skyrl_train.errors import BatchError
-from skyrl_train.model.logprobs import OutputHead, _TileMaths, score_tokens, token_scores
+from skyrl_train.model.layers.logprobs import OutputHead, _TileMaths, score_tokens, token_scores
 
 VOCABULARY, HIDDEN, TOKENS = 11, 5, 7
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from skyrl_train.batch.layout import LAYOUTS, Layout
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import LoraConfig, ModelConfig
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.layouts import LAYOUTS, Layout
+from skyrl_train.config.models import LoraConfig, ModelConfig
 from skyrl_train.errors import CheckpointError, ModelError
 from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.model.lora import (
+from skyrl_train.model.lora.adapter import (
     DropoutKeys,
     KeyedDropout,
     adapter_off,

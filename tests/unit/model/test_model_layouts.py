@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.batch.layout import LAYOUTS
+from skyrl_train.batch.layouts import LAYOUTS
 from skyrl_train.errors import ModelError
 from skyrl_train.model.layouts import check_layouts, supported_layout
 from tests.support.model_layouts import EXACT, build, states_and_gradient, tree

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.batch.steps import close_mini_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 
 _STEP = """
 import hashlib, os, sys, torch
 from pathlib import Path
-from skyrl_train.model.numerics import is_deterministic, set_numerics
+from skyrl_train.model.layers.numerics import is_deterministic, set_numerics
 set_numerics(deterministic=sys.argv[2] == "yes")
 assert is_deterministic() == torch.are_deterministic_algorithms_enabled() == (sys.argv[2] == "yes")
 assert not torch.backends.cuda.cudnn_sdp_enabled()
-from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.batch.steps.minibatch import close_mini_batch
 from tests.support.learner_cases import make_batch, make_learner
 learner = make_learner(Path(sys.argv[1]))
 batch = make_batch([9, 12, 9, 14, 5, 7], dtype=torch.float32)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer, batches_by_length, weights_identity
-from skyrl_train.rollout.rewards.model import RewardModel
+from skyrl_train.model.files.reward_model import ScorerSettings, SequenceScorer, batches_by_length, weights_identity
+from skyrl_train.rollout.rewards import RewardModel
 from tests.support.fakes import make_tiny_model, make_tokenizer
 from tests.support.reward_model_cases import CONVERSATIONS, save_reward_model
 

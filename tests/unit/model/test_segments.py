@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from skyrl_train.batch.layout import packed_layout, shared_layout
-from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
-from skyrl_train.batch.training_batch import batch_of_lengths
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.model import segments as segments_module
-from skyrl_train.model.segments import Segments, block_size
+from skyrl_train.batch import batch_of_lengths
+from skyrl_train.batch.layouts import Segment, packed_layout, prefix_order, shared_layout, tree_segments
+from skyrl_train.learner.memory import CountingMeter
+from skyrl_train.model.layers import segments as segments_module
+from skyrl_train.model.layers.segments import Segments, block_size
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.model_sizes import meta_model
-from skyrl_train.model.tensor_parallel import TensorGroup, check_divisible, cut_matrices
+from skyrl_train.model.parallel.tensor_parallel import TensorGroup, check_divisible, cut_matrices
+from skyrl_train.model.sizes.counts import meta_model
 
 SIZES = {
     "vocab_size": 48,

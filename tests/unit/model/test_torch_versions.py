@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 
-from skyrl_train.model import torch_versions
-from skyrl_train.model.torch_versions import ALL_GATHER, REDUCE_SCATTER, VARLEN_OPTIONS, fsdp_groups
+from skyrl_train.model.parallel import torch_versions
+from skyrl_train.model.parallel.torch_versions import ALL_GATHER, REDUCE_SCATTER, VARLEN_OPTIONS, fsdp_groups
 
 
 def test_options_of_variable_length_attention_are_those_of_this_torch() -> None:

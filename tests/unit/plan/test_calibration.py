@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cli.plan import main
-from skyrl_train.config.placement import PlatformConfig
+from skyrl_train.config.models import PlatformConfig
 from skyrl_train.plan import calibration
 from skyrl_train.plan.calibration import machine_rates
 from skyrl_train.plan.machine import MachineRates, stated_rates
+from skyrl_train.runs.cli import main
 
 ONE, TWO = (PlatformConfig(name="cpu", device="cpu", num_threads=count) for count in (1, 2))
 FOUND = replace(stated_rates("cpu"), source="measured on this machine on 2026-01-01")

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.cli.memory_settings import settle, with_memory_settings
-from skyrl_train.config.bundles import leaves_devices
-from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig
-from skyrl_train.config.sft import SFTConfig
-from skyrl_train.config.validate import validate_config
-from skyrl_train.plan.fitting import WANTED, positions_that_fit, recomputing, wanted_positions
-from skyrl_train.plan.memory import plan_memory
-from skyrl_train.telemetry.run_folder import STATE_FILE
+from skyrl_train.config import Config, SFTConfig
+from skyrl_train.config.models import CriticConfig, CriticModelConfig
+from skyrl_train.config.placement import leaves_devices
+from skyrl_train.config.rules import validate_config
+from skyrl_train.plan.memory.device import plan_memory
+from skyrl_train.plan.memory.fitting import WANTED, positions_that_fit, recomputing, wanted_positions
+from skyrl_train.runs.cli import place, settle, with_memory_settings
+from skyrl_train.telemetry import STATE_FILE
 from tests.support.auto_placement_cases import gpu_config, gpus, sized_model
 
 Decided = tuple[bool, bool, float]

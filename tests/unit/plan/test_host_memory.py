@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.config.learners import layout_of
-from skyrl_train.config.placement import PlacementConfig, PlatformConfig, StrategyConfig
-from skyrl_train.config.platform import host_bytes, local_devices
-from skyrl_train.config.schema import Config
+from skyrl_train.config import Config
+from skyrl_train.config.derived import layout_of
+from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.memory.model_sizes import model_sizes
-from skyrl_train.memory.predict import Effort
-from skyrl_train.plan.host_memory import HostMemory, host_lines, plan_host_memory
-from skyrl_train.plan.memory import models_of
+from skyrl_train.learner.memory import Effort
+from skyrl_train.model.sizes import model_sizes
+from skyrl_train.plan.memory.device import models_of
+from skyrl_train.plan.memory.host_memory import HostMemory, host_lines, plan_host_memory
+from skyrl_train.runs.cli import place
+from skyrl_train.system import host_bytes, local_devices
 from tests.support.auto_placement_cases import gpu_config, gpus, sized_model
 
 REPOSITORY = Path(__file__).parents[3]

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skyrl_train.batch.cost import ModelShape
-from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.batch.layouts import ModelShape
+from skyrl_train.config import Config
+from skyrl_train.config.models import PlatformConfig
 from skyrl_train.plan.calibration import machine_rates
 from skyrl_train.plan.dry_run import expected_step_seconds, plan_batches
 from skyrl_train.plan.estimate import RowLengths

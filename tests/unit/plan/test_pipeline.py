@@ -13,8 +13,8 @@ from scripts.studies.simulated_engines import (
     SimulatedTurn,
 )
 from scripts.studies.simulation import LearnerRates, Schedule, SimulatedGroup, simulate
+from skyrl_train.plan.forms.scale import EngineRates
 from skyrl_train.plan.pipeline import PhaseTimes, measured_phases, pipeline_lines
-from skyrl_train.plan.scale import EngineRates
 
 GROUPS = 8
 TIMES = PhaseTimes(rollouts_s=(8.0,), engine_s=0.5, learner_s=0.8, sync_s=0.2)

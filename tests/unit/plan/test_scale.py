@@ -12,8 +12,8 @@ import pytest
 
 from scripts.studies.simulated_runs import Latency, stated_lengths
 from scripts.studies.simulation import LearnerRates, Schedule, simulate
-from skyrl_train.config.placement import MeshSizes
-from skyrl_train.plan.scale import (
+from skyrl_train.config.models import MeshSizes
+from skyrl_train.plan.forms.scale import (
     Device,
     Rollouts,
     ScaledModel,

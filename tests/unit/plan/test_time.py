@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_train.config.schema import Config, PlanConfig, RolloutsConfig, TrainerConfig
+from skyrl_train.config import Config, PlanConfig, RolloutsConfig, TrainerConfig
 from skyrl_train.errors import DataError
 from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.plan.estimate import PassEstimate, RowLengths

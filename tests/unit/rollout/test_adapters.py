@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from skyrl_train.rollout.env_boundary import Broken, StepResult, check_step
-from skyrl_train.rollout.env_local import violations_in_process
-from skyrl_train.rollout.environments import (
+from skyrl_train.rollout.boundary.session import Broken, StepResult, check_step
+from skyrl_train.rollout.envs.environments import (
     environment_violations,
     is_asynchronous,
     make_environment,
     resolve_environment,
     split_environment,
 )
+from skyrl_train.rollout.hosts.local import violations_in_process
 from tests.support.adapter_cases import PROMPT, PYTHON, needs_others, played
 
 LAKE = {"_target_": "gymnasium", "id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "render": "ansi"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.errors import DataError
+from skyrl_train.rollout.boundary.session import Broken
 from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.types import FailureKind, Prompt
 from tests.support.fakes import CHATML, make_tokenizer
 

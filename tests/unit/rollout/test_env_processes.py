@@ -17,20 +17,20 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import ConfigError, SkyrlTrainError
-from skyrl_train.rollout import env_local
-from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
-from skyrl_train.rollout.env_connection import MAX_FRAME_BYTES, Frames, frame
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings, violations_in_process
-from skyrl_train.rollout.env_processes import ProcessEnvironments
-from skyrl_train.rollout.env_worker import _load
-from skyrl_train.rollout.environments import uses_processes
+from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession
+from skyrl_train.rollout.envs.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.hosts import local as env_local
+from skyrl_train.rollout.hosts.connection import MAX_FRAME_BYTES, Frames, frame
+from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
+from skyrl_train.rollout.hosts.processes import ProcessEnvironments
+from skyrl_train.rollout.hosts.worker import _load
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment
-from skyrl_train.telemetry import redaction
+from skyrl_train.telemetry.logs import learn_secrets
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
 from tests.support.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
@@ -436,8 +436,8 @@ def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monke
         "        os._exit(3)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(redaction, "_learned", [])
-    redaction.learn_secrets("hunter22-of-it", "api_key")
+    monkeypatch.setattr("skyrl_train.telemetry.logs.redaction._learned", [])
+    learn_secrets("hunter22-of-it", "api_key")
     log = tmp_path / "environments.log"
     log.write_bytes(b"of the run before\n" * 20)
     monkeypatch.setattr(env_local, "_MAX_LOG_BYTES", 300)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from skyrl_train.rollout.env_boundary import (
+from skyrl_train.rollout.boundary.session import (
     MAX_CHARACTERS,
     Broken,
     EnvironmentSession,
@@ -23,7 +23,7 @@ from skyrl_train.rollout.env_boundary import (
     check_step,
     read_answer,
 )
-from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.plain_data import numbers_only
 from skyrl_train.types import FailureKind
 from tests.support.environment_cases import ASYNCHRONOUS
@@ -149,8 +149,8 @@ def test_an_environment_that_hung_is_closed_on_its_own_thread_once_it_returns(me
 def test_a_hung_environment_does_not_keep_the_interpreter_alive() -> None:
     code = """
 import asyncio, time
-from skyrl_train.rollout.env_threads import ThreadEnvironments
-from skyrl_train.rollout.env_boundary import Broken
+from skyrl_train.rollout.hosts.threads import ThreadEnvironments
+from skyrl_train.rollout.boundary.session import Broken
 async def main():
     try:
         await ThreadEnvironments(num_workers=1, timeout_s=0.1).call(lambda: time.sleep(1000), what="step")

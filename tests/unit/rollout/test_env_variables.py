@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings, violations_in_process
-from skyrl_train.rollout.env_processes import ProcessEnvironments
-from skyrl_train.rollout.env_variables import given
-from skyrl_train.rollout.environments import variables_of
+from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession
+from skyrl_train.rollout.envs.environments import variables_of
+from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
+from skyrl_train.rollout.hosts.processes import ProcessEnvironments
+from skyrl_train.rollout.tools.variables import given
 from tests.support.environment_cases import COUNTING
 
 ASKING = f"""

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from skyrl_train.rollout.env_boundary import Broken, Request, late
-from skyrl_train.rollout.env_watched import WatchedEnvironments
-from skyrl_train.telemetry.activity import Activity
+from skyrl_train.rollout.boundary.session import Broken, Request, late
+from skyrl_train.rollout.hosts.watched import WatchedEnvironments
+from skyrl_train.telemetry import Activity
 
 
 class Clock:

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.rollout.environments import (
-    check_environment,
-    make_environment,
-    resolve_environment,
-    reward_lines,
-)
+from skyrl_train.rollout.envs.environments import check_environment, make_environment, resolve_environment, reward_lines
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from tests.support.fakes import FAKE_ENVIRONMENT, FakeEnvironment
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import ConfigError, DataError, EngineError, SkyrlTrainError
-from skyrl_train.inference.hf import HFEngine
+from skyrl_train.inference import HFEngine
 from skyrl_train.rollout.agent_loop import Episode, multi_turn
 from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.rollout.generator import RolloutGenerator

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.config.data import ImagesConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
-from skyrl_train.data.images import ImageReading, ImageStore, references_in
+from skyrl_train.config.data import EnvironmentConfig, ImagesConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig
+from skyrl_train.data.sources import ImageReading, ImageStore, references_in
 from skyrl_train.images import Image
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model import load_tokenizer
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser

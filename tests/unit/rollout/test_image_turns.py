@@ -12,11 +12,11 @@ import pytest
 from PIL import Image as Pictures
 
 from skyrl_train.config.data import ImagesConfig
-from skyrl_train.data.images import ImageReading, ImageStore, references_in
+from skyrl_train.data.sources import ImageReading, ImageStore, references_in
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, find_spans
+from skyrl_train.rollout.boundary.session import Broken
 from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.types import Prompt, find_parent
 
 PLACEHOLDER, BEGIN, END, NEWLINES = 5, 6, 7, 8

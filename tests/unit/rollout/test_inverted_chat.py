@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig
+from skyrl_train.model import load_tokenizer
 from skyrl_train.rollout.adapters.inverted_chat import Asked, Ended, Inversion, ProgramError, kept_open
-from skyrl_train.rollout.environments import playing_itself_violations
+from skyrl_train.rollout.envs.environments import playing_itself_violations
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.types import Outcome, Prompt, SamplingParams, Trajectory

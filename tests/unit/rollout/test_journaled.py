@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.env_boundary import Broken, Environments, EnvironmentSession, StepResult
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import ProcessEnvironments
-from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.boundary.session import Broken, Environments, EnvironmentSession, StepResult
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
+from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts.processes import ProcessEnvironments
+from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
-from skyrl_train.telemetry.rollout_columns import FAILED
+from skyrl_train.telemetry.records import FAILED
 from skyrl_train.types import Failure, FailureKind, Outcome, Trajectory
 from tests.support.fakes import make_prompts
 from tests.support.fakes_resumable import TURNS, Secret

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import PartSpec
 from skyrl_train.rollout.generator import most_workers

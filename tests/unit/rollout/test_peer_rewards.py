@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.rollout.reward_functions import reward_facts
-from skyrl_train.rollout.scoring import check_reward_columns, reward_problems
+from skyrl_train.rollout.hosts.scoring import check_reward_columns, reward_problems
+from skyrl_train.rollout.rewards.reward_functions import reward_facts
 from skyrl_train.types import FailureKind, RolloutBatch, SamplingParams
 from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.reward_functions import call_reward, reward_violations
+from skyrl_train.rollout.rewards.reward_functions import call_reward, reward_violations
 
 
 def score(spec: Any, completion: str, **facts: Any) -> Any:

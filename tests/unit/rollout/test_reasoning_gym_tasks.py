@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.data import reasoning_tasks
+from skyrl_train.data.tasks import reasoning_tasks
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.adapters.reasoning_gym_tasks import ReasoningGymEnvironment, read_answer
-from skyrl_train.rollout.environments import environment_violations, uses_processes
+from skyrl_train.rollout.envs.environments import environment_violations, uses_processes
 from tests.support.fake_reasoning_gym import fake_package
 
 __all__ = ["fake_package"]

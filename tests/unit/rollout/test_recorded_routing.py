@@ -11,15 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_json_lines
-from skyrl_train.turns import decode_routing, encode_routing, routing_column
-from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
+from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory, read_json_lines
+from skyrl_train.types import (
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    StopReason,
+    Turn,
+    decode_routing,
+    encode_routing,
+    routing_column,
+)
 from tests.support.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,

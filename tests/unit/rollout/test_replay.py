@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.algorithms.filters import shape_rewards
-from skyrl_train.batch.assemble import assemble
+from skyrl_train.algorithms import shape_rewards
+from skyrl_train.batch import assemble
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import FilterConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError, SkyrlTrainError
-from skyrl_train.rollout.replay import ReplayGenerator
-from skyrl_train.runs.rl import assembly_settings, load_data
-from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
+from skyrl_train.rollout.stream.replay import ReplayGenerator
+from skyrl_train.runs import assembly_settings, load_data
+from skyrl_train.telemetry.records import read_rollouts, write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
 from tests.support.journal_cases import SAMPLES, STEPS, run
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.registry import PartSpec
 from skyrl_train.rollout.row_checks import check_all_rows

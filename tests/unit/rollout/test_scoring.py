@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.parts import REWARDS
-from skyrl_train.config.rewards import IN_TRAINER
+from skyrl_train.config.environment import IN_TRAINER
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.parts import REWARDS
 from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.hosts.scoring import check_reward_columns, reward_problems
 from skyrl_train.rollout.rewards import batched, group
-from skyrl_train.rollout.scoring import check_reward_columns, reward_problems
 from skyrl_train.types import ChatMessage, FailureKind, RolloutBatch, SamplingParams
 from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, go_on_with, make_prompts, make_tokenizer
 

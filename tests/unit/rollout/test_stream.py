@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.rollout.admission import AdmissionSettings, Settled
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
+from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, make_prompts, make_tokenizer
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
-from skyrl_train.data.prompts import load_prompts
-from skyrl_train.inference.hf import HFEngine
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig
+from skyrl_train.data import load_prompts
+from skyrl_train.inference import HFEngine
+from skyrl_train.model import load_causal_lm, load_tokenizer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import Outcome, RolloutBatch, SamplingParams, Trajectory
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model import load_tokenizer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.rollout.tools.toolbox import tool_schemas
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
+from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.types import FailureKind, GenerationRequest, Outcome, Prompt, SamplingParams, Trajectory
 from tests.support.fakes import FakeEngine
 from tests.support.tool_cases import JUDGE, TEMPLATE

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig
+from skyrl_train.model import load_tokenizer
 from skyrl_train.rollout.adapters.verifiers_harness import _result
-from skyrl_train.rollout.env_boundary import Broken
-from skyrl_train.rollout.env_local import violations_in_process
+from skyrl_train.rollout.boundary.session import Broken
 from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.hosts.local import violations_in_process
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.types import Outcome, Prompt, SamplingParams
 from tests.support.adapter_cases import PYTHON, needs_others, played

@@ -17,12 +17,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
-from skyrl_train.cli import register_resolvers
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.cli.composition import load_node
-from skyrl_train.config.bundles import count_engines
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config import Config
+from skyrl_train.config.placement import count_engines
+from skyrl_train.config.rules import validate_config
+from skyrl_train.runs.cli import load_node, place, register_resolvers
 from tests.support.auto_placement_cases import gpus
 
 REPOSITORY = Path(__file__).resolve().parents[3]

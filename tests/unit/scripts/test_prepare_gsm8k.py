@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from skyrl_train.data import hub
-from skyrl_train.data.prompts import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, load_prompts
-from skyrl_train.rollout.environments import make_environment
+from skyrl_train.data import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, load_prompts
+from skyrl_train.data.sources import is_reachable
+from skyrl_train.rollout.envs import make_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [
@@ -70,7 +70,7 @@ def test_another_environment_may_be_named(tmp_path: Path) -> None:
 def from_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the hub's library give `ROWS`, whose columns are those of openai/gsm8k, without a network."""
     datasets = pytest.importorskip("datasets")
-    hub.is_reachable.cache_clear()
+    is_reachable.cache_clear()
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO())
     library = pytest.importorskip("huggingface_hub")
@@ -87,7 +87,7 @@ def test_what_is_downloaded_is_what_the_hubs_rows_become_in_a_run(
         fetched = load_prompts([f"{GSM8K_HUB}:{split}"], row_format="gsm8k")
         assert fetched == load_prompts([str(tmp_path / f"{ours}.parquet")], row_format="gsm8k")
         assert fetched[0].uid == f"gsm8k-{ours}-0"
-    hub.is_reachable.cache_clear()
+    is_reachable.cache_clear()
 
 
 def test_files_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_files_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
 
 
 def test_without_a_network_it_says_at_once_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.is_reachable.cache_clear()
+    is_reachable.cache_clear()
     assert script.main(["--download", "--output", str(tmp_path / "out")]) == 2
     assert "On a machine with a network run the same command" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -24,8 +24,8 @@ from scripts.studies.simulated_runs import (
 )
 from scripts.studies.simulation import LearnerRates, Schedule, Simulated, SimulatedGroup, simulate
 from skyrl_train.errors import DataError
-from skyrl_train.plan.scale import EngineRates
-from skyrl_train.telemetry.rollout_store import write_rollouts
+from skyrl_train.plan.forms import EngineRates
+from skyrl_train.telemetry.records import write_rollouts
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.telemetry.metrics_log import MetricsLog
-from skyrl_train.trainers.evaluate import EvaluationFigures, EvaluationResult
-from skyrl_train.trainers.evaluation_report import write_evaluation
+from skyrl_train.telemetry import MetricsLog
+from skyrl_train.trainers.evaluation import EvaluationFigures, EvaluationResult, write_evaluation
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.batch.cost import Measured, rates_of
-from skyrl_train.config.placement import RATE_NAMES
+from skyrl_train.batch.layouts import Measured, rates_of
+from skyrl_train.config.models import RATE_NAMES
 from skyrl_train.selftest.__main__ import main
 from skyrl_train.selftest.measure import BEGIN, END, pieces, write
 from skyrl_train.selftest.processes import CaseResult

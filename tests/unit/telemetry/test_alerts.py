@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import AlertsConfig
+from skyrl_train.config import AlertsConfig
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.telemetry import alerts as alerts_module
 from skyrl_train.telemetry.alerts import Alert, Alerts
-from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.logs.console import RunConsole
 
 SENT: list[Alert] = []
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from skyrl_train.telemetry.console import RunConsole, clock, step_line
+from skyrl_train.telemetry.logs.console import RunConsole, clock, step_line
 
 METRICS = {
     "reward/mean": 0.4123,
@@ -104,7 +104,7 @@ def test_on_a_terminal_a_bar_moves_during_a_phase_and_is_gone_afterwards(monkeyp
 
 def test_a_phase_that_does_not_say_how_far_it_is_has_a_bar_once_it_takes_long(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr("skyrl_train.telemetry.console._SHOWN_AFTER_S", 0.01)
+    monkeypatch.setattr("skyrl_train.telemetry.logs.console._SHOWN_AFTER_S", 0.01)
     output = Terminal()
     console = RunConsole(file=output)
     with console.phase("checkpoint"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.make_metrics_reference import ROOT, reference
-from skyrl_train.telemetry.declarations import Declared, declaration_of, declarations, read_table, undeclared
+from skyrl_train.telemetry.declared import Declared, declaration_of, declarations, read_table, undeclared
 
 _METRIC = re.compile(r"[a-z_]+(/[a-zA-Z0-9_@<>]+)+")
 
@@ -66,7 +66,7 @@ def test_the_document_in_the_repository_is_up_to_date_and_has_each_line_once() -
 
 
 def test_declarations_are_read_without_the_modules_that_measure() -> None:
-    reading = "from skyrl_train.telemetry.declarations import declarations; declarations()"
+    reading = "from skyrl_train.telemetry.declared import declarations; declarations()"
     code = f"import sys; {reading}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -3,7 +3,7 @@ import tracemalloc
 
 import pytest
 
-from skyrl_train.telemetry.learning_curve import draw_learning_curve, running_mean
+from skyrl_train.telemetry.trackers.learning_curve import draw_learning_curve, running_mean
 
 
 def write_records(path, records):

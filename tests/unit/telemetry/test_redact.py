@@ -14,10 +14,10 @@ from urllib.parse import quote
 import pytest
 
 from skyrl_train import trainers
+from skyrl_train.config import Config
 from skyrl_train.config.fields import walk
-from skyrl_train.config.schema import Config
-from skyrl_train.telemetry import redaction
-from skyrl_train.telemetry.redaction import (
+from skyrl_train.telemetry.logs import redaction
+from skyrl_train.telemetry.logs.redaction import (
     RedactingFormatter,
     is_secret_name,
     learn_arguments,

@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, ImageSpan
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_json_lines
-from skyrl_train.types import (
-    Failure,
-    FailureKind,
-    Outcome,
-    Prompt,
-    RolloutBatch,
-    StopReason,
-    Trajectory,
-    Turn,
-)
+from skyrl_train.telemetry.records.log import decode_trajectory, encode_trajectory, read_json_lines
+from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 
 PROMPT = Prompt(
     uid="train-17",

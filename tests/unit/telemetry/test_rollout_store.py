@@ -20,8 +20,8 @@ from pyarrow.parquet import ParquetFile, read_table, write_table
 
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, ImageSpan
-from skyrl_train.telemetry import rollout_store
-from skyrl_train.telemetry.rollout_store import (
+from skyrl_train.telemetry.records import store as rollout_store
+from skyrl_train.telemetry.records.store import (
     read_facts,
     read_failed_rollouts,
     read_rollouts,
@@ -104,7 +104,7 @@ def test_writing_imports_no_pandas(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from skyrl_train.telemetry.rollout_store import write_rollouts\n"
+        "from skyrl_train.telemetry.records.store import write_rollouts\n"
         "from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn\n"
         "turn = Turn(added_token_ids=(5,), response_token_ids=(7,), response_logprobs=(-0.1,), response_text='4',\n"
         "            reward=0.1, stop_reason=StopReason.STOP, weight_versions=((0, 3),))\n"
@@ -373,8 +373,8 @@ def test_a_file_of_another_format_is_named(tmp_path: Path, metadata: str, messag
 def test_a_file_that_says_it_is_huge_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = one(make_trajectory(turns=(make_turn(response_text="a" * 1_000_000),)))
     path = write(tmp_path, long)
-    monkeypatch.setattr("skyrl_train.telemetry.rollout_reading._SMALL", 0)
-    monkeypatch.setattr("skyrl_train.telemetry.rollout_reading._LARGEST_EXPANSION", 20)
+    monkeypatch.setattr("skyrl_train.telemetry.records.reading._SMALL", 0)
+    monkeypatch.setattr("skyrl_train.telemetry.records.reading._LARGEST_EXPANSION", 20)
     with pytest.raises(DataError, match=r"it says that it holds 1\d{6} bytes"):
         read_rollouts(path)
 

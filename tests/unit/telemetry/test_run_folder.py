@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.telemetry.files import write_atomically, write_json
+from skyrl_train.system.files import write_atomically, write_json
 from skyrl_train.telemetry.run_folder import RunFolder
 
 

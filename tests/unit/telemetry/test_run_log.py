@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.telemetry.run_log import ConsoleStream, RunLogHandler, console_streams
+from skyrl_train.telemetry.logs.run_log import ConsoleStream, RunLogHandler, console_streams
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_is_named_once(capsys: pytest.CaptureFixture[str]) -
 
 CRASHING = """
 import ctypes, logging, os, subprocess, sys
-from skyrl_train.telemetry.run_log import RunLogHandler, console_streams, log_once
+from skyrl_train.telemetry.logs.run_log import RunLogHandler, console_streams, log_once
 
 with console_streams():
     logging.getLogger().addHandler(RunLogHandler(sys.argv[1], encoding="utf-8"))

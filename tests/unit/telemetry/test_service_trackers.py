@@ -14,14 +14,14 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from skyrl_train.config.schema import Config, MlflowConfig, PrometheusConfig, TrackerConfig, TrackioConfig, WandbConfig
+from skyrl_train.config import Config, MlflowConfig, PrometheusConfig, TrackerConfig, TrackioConfig, WandbConfig
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.runs.common import build_trackers
-from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.runs import build_trackers
+from skyrl_train.telemetry.logs.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.service_trackers import PrometheusTracker
-from skyrl_train.telemetry.tracker import SAMPLE_COLUMNS, Trackers, sample_rows
+from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, Trackers, sample_rows
+from skyrl_train.telemetry.trackers.services import PrometheusTracker
 from tests.support.tracker_cases import rollouts
 
 METRICS = {"reward/mean": 0.5, "eval/pass@1": 0.25, "odd": math.nan}
@@ -161,7 +161,7 @@ def test_a_missing_package_is_told_before_a_server_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    monkeypatch.setattr("skyrl_train.telemetry.wandb_tracker.WandbTracker", lambda *_, **__: pytest.fail("too early"))
+    monkeypatch.setattr("skyrl_train.telemetry.trackers.wandb.WandbTracker", lambda *_, **__: pytest.fail("too early"))
     tracker = TrackerConfig(wandb=WandbConfig(enabled=True), mlflow=MlflowConfig(enabled=True))
     with pytest.raises(SkyrlTrainError, match=r"tracker\.mlflow needs a package"):
         build_trackers(Config(tracker=tracker), RunFolder(tmp_path), console=RunConsole(), start_step=0, total_steps=1)

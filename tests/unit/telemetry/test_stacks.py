@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.telemetry import stacks
+from skyrl_train.telemetry.logs import stacks
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes answer on Linux alone")
 HANGS = """
 import re, sys, time
-from skyrl_train.telemetry import stacks
+from skyrl_train.telemetry.logs import stacks
 
 def wait_for_what_never_comes():
     print("ready", flush=True)
@@ -95,7 +95,7 @@ def test_the_processes_of_another_run_are_not_told() -> None:
     own = started(sys.executable, "-c", HANGS, "wait_for_what_never_comes")
     stacks._forget()
     other = subprocess.run(
-        [sys.executable, "-c", "from skyrl_train.telemetry import stacks; stacks.begin('x'); print(stacks.of_run())"],
+        [sys.executable, "-c", "from skyrl_train.telemetry.logs import stacks; stacks.begin('x'); print(stacks.of_run())"],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     try:
@@ -128,9 +128,8 @@ def test_a_forked_process_answers_for_itself() -> None:
 def test_where_a_process_is_names_the_innermost_line_that_is_of_no_library(tmp_path: Path) -> None:
     module = tmp_path / "users.py"
     module.write_text("import time\n\ndef wait():\n    print('ready', flush=True); time.sleep(60)\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from skyrl_train.telemetry import stacks; import users; "
-    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from skyrl_train.telemetry.logs import stacks; "
+    code += "import users; "
     child = started(sys.executable, "-c", textwrap.dedent(code + "stacks.answer('w'); users.wait()"))
     try:
         assert stacks.innermost(child.pid, timeout_s=5.0) == f"{module}, line 4, in wait"
@@ -174,6 +173,6 @@ def test_a_process_of_no_run_tells_of_itself(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_process_that_may_open_few_files_runs_on_unasked() -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
-    code += "from skyrl_train.telemetry import stacks; stacks.begin('x'); print('went on')"
+    code += "from skyrl_train.telemetry.logs import stacks; stacks.begin('x'); print('went on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("went on\n", "")

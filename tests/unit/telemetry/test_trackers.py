@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.config.schema import Config, ConsoleConfig, TensorboardConfig, TrackerConfig, WandbConfig
+from skyrl_train.config import Config, ConsoleConfig, TensorboardConfig, TrackerConfig, WandbConfig
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.runs.common import build_trackers
-from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.runs import build_trackers
+from skyrl_train.telemetry.logs.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.tracker import Trackers
-from skyrl_train.telemetry.wandb_tracker import choose_mode
+from skyrl_train.telemetry.trackers.base import Trackers
+from skyrl_train.telemetry.trackers.wandb import choose_mode
 from tests.support.tracker_cases import rollouts
 
 
@@ -217,9 +217,9 @@ def test_wandb_with_a_key_and_a_dead_server_is_offline_within_15_s(kind, tmp_pat
             "import json, sys, time\n"
             "from pathlib import Path\n"
             "from skyrl_train.config.schema import WandbConfig\n"
-            "from skyrl_train.telemetry.console import RunConsole\n"
+            "from skyrl_train.telemetry.logs.console import RunConsole\n"
             "from skyrl_train.telemetry.run_folder import RunFolder\n"
-            "from skyrl_train.telemetry.wandb_tracker import WandbTracker\n"
+            "from skyrl_train.telemetry.trackers.wandb import WandbTracker\n"
             "import wandb\n"
             "class Console(RunConsole):\n"
             "    def warn(self, line):\n"

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("duckdb")
 
 from skyrl_train.errors import DeadlineError
-from skyrl_train.telemetry.rollout_store import write_rollouts
+from skyrl_train.telemetry.records import write_rollouts
 from skyrl_train.types import (
     Failure,
     FailureKind,

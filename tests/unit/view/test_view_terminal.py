@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.telemetry.rollout_store import write_failed_rollouts, write_rollouts
+from skyrl_train.telemetry.records import write_failed_rollouts, write_rollouts
 from skyrl_train.types import RolloutBatch, StopReason, Turn
 from skyrl_train.view.__main__ import main
 from skyrl_train.view.terminal import show

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.distributed.process_group import as_default_group, join, leave
+from skyrl_train.distributed import as_default_group, join, leave
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.sender import WeightGroup

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.flat_bytes import Memory, checksum_of
-from skyrl_train.weights import Bucket, bucket_names, pack_bucket, unpack_bucket
+from skyrl_train.weights import Bucket, Memory, bucket_names, checksum_of, pack_bucket, unpack_bucket
 
 TENSORS = {
     "embed": torch.arange(6, dtype=torch.float32).view(2, 3),

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, ModelConfig, PlatformConfig
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, ModelConfig, PlatformConfig, VLLMConfig
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import EngineError
-from skyrl_train.runs.build_engines import tolerance
+from skyrl_train.runs.construction import tolerance
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import UpdatableEngine
 from skyrl_train.weight_sync.transport import Probed, SyncRecords, WeightSync

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import LoraConfig
-from skyrl_train.distributed.strategy import SingleProcess
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.config.models import LoraConfig
+from skyrl_train.distributed import SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.decode import Decoder
-from skyrl_train.inference.hf import HFEngine
+from skyrl_train.inference import Decoder, HFEngine
 from skyrl_train.model.lora import adapter_tensors, add_adapter
 from skyrl_train.types import SamplingParams
 from skyrl_train.weight_sync.device_sharing import DeviceSharing

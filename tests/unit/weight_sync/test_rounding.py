@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, PlatformConfig, TrainerConfig
-from skyrl_train.config.validate import validate_config
-from skyrl_train.inference.hf import HFEngine
-from skyrl_train.inference.vllm_settings import vllm_settings
-from skyrl_train.runs.build_engines import engine_settings, tolerance
+from skyrl_train.config.models import GeneratorConfig, PlatformConfig, VLLMConfig
+from skyrl_train.config.rules import validate_config
+from skyrl_train.inference import HFEngine
+from skyrl_train.inference.vllm import vllm_settings
+from skyrl_train.runs.construction import engine_settings, tolerance
 from skyrl_train.weight_sync.rounding import Rounding, is_rounded, rounded
 from tests.support.fakes import make_tiny_model, make_tokenizer
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.config.schema import LoraConfig, ModelConfig
-from skyrl_train.distributed.strategy import SingleProcess
+from skyrl_train.config.models import LoraConfig, ModelConfig
+from skyrl_train.distributed import SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model import load_causal_lm
 from skyrl_train.model.lora import add_adapter, as_they_are, merged_weights
 from skyrl_train.weight_sync.cuda_ipc import import_copy
 from skyrl_train.weight_sync.receiver import Receiver, wire_dtype

@@ -18,15 +18,15 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_train.cli.machine import RL_MACHINE_RULES
-from skyrl_train.config.agents import AGENT_RULES
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig
-from skyrl_train.config.validate import run_rules
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.environment import AGENT_RULES
+from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.config.rules import run_rules
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.hf import HFEngine
+from skyrl_train.inference import HFEngine
 from skyrl_train.rollout.agents import endpoint, sandbox
 from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.runs.cli import RL_MACHINE_RULES
 from skyrl_train.types import FailureKind, Outcome, RolloutBatch, SamplingParams, Trajectory
 from tests.support.agent_cases import letter_by_letter, rolling, scripted
 from tests.support.fakes import (

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.hf import HFEngine
+from skyrl_train.inference import HFEngine
 from skyrl_train.rollout.agents import http_server, streaming
 from skyrl_train.rollout.agents import session as sessions
 from skyrl_train.rollout.agents.endpoint import Address, opened

@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cli.machine import RL_MACHINE_RULES
-from skyrl_train.config.agents import AGENT_RULES, launcher_of
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import EnvironmentConfig
-from skyrl_train.config.validate import run_rules
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.environment import AGENT_RULES, launcher_of
+from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.config.rules import run_rules
 from skyrl_train.rollout.agents import sandbox, sandboxes
 from skyrl_train.rollout.agents.launchers import NAME_PREFIX
-from skyrl_train.rollout.process_tree import start_time
-from skyrl_train.sandbox import programs
+from skyrl_train.runs.cli import RL_MACHINE_RULES
+from skyrl_train.system.processes import start_time
+from skyrl_train.system.sandbox import programs
 from skyrl_train.types import FailureKind, RolloutBatch
 from tests.support.agent_cases import letter_by_letter, rolling, scripted
 from tests.support.fakes import FakeEngine

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train import sandbox
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.rollout.environments import make_environment
 from skyrl_train.rollout.envs import model_code
+from skyrl_train.rollout.envs.environments import make_environment
+from skyrl_train.system.sandbox import sandbox
 
 ROW = {"reward_spec": {"ground_truth": "4"}, "max_turns": 3}
 SQL_ROW = {"db_id": "pets", "data": "spider", "max_turns": 9, "reward_spec": {"ground_truth": "select name from pets"}}

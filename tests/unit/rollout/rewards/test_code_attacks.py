@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train import sandbox
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.rollout.envs.model_code import sandbox_lines
 from skyrl_train.rollout.rewards.code_run import Verdict, run_tests
+from skyrl_train.system.sandbox import sandbox
 
 IMPOSSIBLE = (
     "assert False",
@@ -271,10 +271,10 @@ def test_the_header_says_what_a_sandbox_lacks(monkeypatch: pytest.MonkeyPatch) -
 REFUSING = """
 import ctypes, struct
 from skyrl_train import sandbox
-from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.data.sources import EnvironmentConfig
 from skyrl_train.rollout.rewards.code_run import run_tests
-from skyrl_train.rollout.scoring import reward_problems
-from skyrl_train.sandbox_kernel import call_filter
+from skyrl_train.rollout.hosts.scoring import reward_problems
+from skyrl_train.system.sandbox.kernel import call_filter
 c = ctypes.CDLL(None, use_errno=True)
 code = ctypes.create_string_buffer(call_filter(namespaces=True))
 assert c.prctl(38, 1, 0, 0, 0) == 0

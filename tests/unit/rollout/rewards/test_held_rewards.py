@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.rewards import ONE_SCORE, REWARD_RULES, reward_entries, with_reward_components
-from skyrl_train.config.schema import Config, PlacementConfig
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config.environment import ONE_SCORE, REWARD_RULES, reward_entries, with_reward_components
+from skyrl_train.config.models import PlacementConfig
+from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError, DataError, ModelError
-from skyrl_train.rollout.scoring import check_reward_columns, reward_problems, server_problems
-from skyrl_train.runs.build import reward_models, with_reward_weights
-from skyrl_train.trainers.changes import changes_since, flat_config
+from skyrl_train.rollout.hosts.scoring import check_reward_columns, reward_problems, server_problems
+from skyrl_train.runs.construction import reward_models, with_reward_weights
+from skyrl_train.trainers.checkpoints import changes_since, flat_config
 from skyrl_train.types import Prompt
 from tests.support.reward_model_cases import save_reward_model
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from examples.judge.stub_judge import MODEL, StubJudge
-from skyrl_train.rollout import http_reply
-from skyrl_train.rollout.env_boundary import Broken
+from skyrl_train.rollout.boundary.session import Broken
+from skyrl_train.rollout.http import replies as http_reply
 from skyrl_train.rollout.rewards.judge import Judge, ReplyCache
-from skyrl_train.telemetry.redaction import redact_text
+from skyrl_train.telemetry.logs import redact_text
 from skyrl_train.types import FailureKind
 
 ROOT = Path(__file__).resolve().parents[4]

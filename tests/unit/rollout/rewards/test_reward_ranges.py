@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.parts import REWARDS
+from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.parts import REWARDS
 from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.rollout.reward_functions import call_reward, reward_facts
 from skyrl_train.rollout.rewards import within
+from skyrl_train.rollout.rewards.reward_functions import call_reward, reward_facts
 from skyrl_train.types import FailureKind, SamplingParams, Trajectory
 from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
 

@@ -1,0 +1,357 @@
+"""Rollouts to training rows: one row per trajectory, or one per turn.
+
+Worked example, one trajectory of two turns, `[p p]` answered with `[r r]`, and `[p p r r o]` answered with `[s]`:
+
+    one row        p p r r o s          loss_mask  0 0 1 1 0 1     rewards on the second r and on s
+    step-wise      p p r r              loss_mask  0 0 1 1
+                   p p r r o s          loss_mask  0 0 0 0 0 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH
+from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.planner.documents import document_steps
+from skyrl_train.batch.planner.microbatch import training_limit
+from skyrl_train.batch.training_batch import ROUTED, BatchMetadata, TrainingInputBatch
+from skyrl_train.config import TrainerConfig
+from skyrl_train.errors import BatchError
+from skyrl_train.images import Image, ImageSpans, with_pixels
+from skyrl_train.parts import TRAJECTORY_ROWS
+from skyrl_train.registry import PartSpec, part_name
+from skyrl_train.types import RolloutBatch, TokenIds, Trajectory, Turn, token_ids
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One training row to be: the context of its last turn, with the responses of all its turns to be trained."""
+
+    prompt_index: int
+    trajectory_index: int
+    step_index: int
+    is_last_step: bool
+    turns: tuple[Turn, ...]
+    """Empty for the placeholder of a failed trajectory."""
+    prompt_lengths: tuple[int, ...]
+    """Of `turns`: where their responses begin in the row."""
+    input_ids: TokenIds
+    """`[tokens]` int32: prompt and response of the last turn."""
+    routed_experts: NDArray[np.int16] | None = None
+    """`[tokens, layers * k]`, -1 where none are known; None where they are not asked for."""
+    images: ImageSpans = ()
+    """Images among the tokens."""
+
+
+_PLACEHOLDER = token_ids([0] * DUMMY_ROW_LENGTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssemblySettings:
+    """What assembly reads of a configuration."""
+
+    rows: PartSpec
+    """The part that makes the rows of a trajectory."""
+    trainer: TrainerConfig
+    policy_shares: int
+    """Data-parallel ranks of the policy."""
+    critic_shares: int | None
+    """Data-parallel ranks of the critic; None where there is no critic."""
+    max_staleness: int | None = None
+    """Versions that trained tokens may be old; None for recorded rollouts, whose versions are those of another run."""
+    read_image: Callable[[str], Image] | None = None
+    """Gives an image by its key, of rollouts that were recorded; None for a model that reads none."""
+
+
+def assemble(
+    rollouts: RolloutBatch, settings: AssemblySettings, *, global_step: int, weight_version: int
+) -> TrainingInputBatch:
+    """The training batch of `rollouts`, in rows as the part `settings.rows` makes them, with the boundaries of its prompts
+    and mini-batches in the metadata. `weight_version` is that of the learner.
+
+    A failed trajectory becomes one placeholder (a dummy row with its prompt's uid and its own number), so that prompts
+    and samples stay countable; it has no loss and no estimator or denominator counts it.
+
+    Raises BatchError naming the trajectory and the turn: a turn that does not extend the one before (one row cannot
+    hold both), or adds no token to it where the returns of turns are compared, a turn without response,
+    log-probabilities that do not match, a reward that is no number; and as `compute_prompt_mini_batch_boundaries` does.
+    """
+    trainer = settings.trainer
+    step_wise = TRAJECTORY_ROWS.name_of(settings.rows) != "per_trajectory"
+    made = list(_rows(rollouts, settings.rows, with_experts=trainer.moe_routing_replay))
+    if trainer.algorithm.step_rewards == "turn_return":
+        _check_turns_are_apart(rollouts, made)
+    uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
+    lengths = np.fromiter((len(row.input_ids) for row in made), np.int64, len(made))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    row_columns = _row_columns(made)
+
+    def boundaries(mini_batch_size: int, num_shares: int) -> tuple[tuple[int, int], ...]:
+        by_prompts = compute_prompt_mini_batch_boundaries(
+            uids,
+            mini_batch_size,
+            train_batch_size=trainer.train_batch_size,
+            is_stepwise=step_wise,
+            n_samples_per_prompt=rollouts.n_samples_per_prompt,
+        )
+        if trainer.docs_per_step:
+            return _document_boundaries(lengths, row_columns, trainer, num_shares)
+        return tuple(by_prompts)
+
+    return TrainingInputBatch(
+        token_columns={
+            name: torch.from_numpy(column)
+            for name, column in {
+                **_token_columns(made, offsets),
+                **_version_column(made, offsets, weight_version),
+                **_experts_column(made),
+            }.items()
+        },
+        row_columns={name: torch.from_numpy(column) for name, column in row_columns.items()},
+        row_offsets=torch.from_numpy(offsets),
+        metadata=BatchMetadata(
+            uids=uids,
+            global_step=global_step,
+            weight_version=weight_version,
+            max_staleness=settings.max_staleness,
+            prompt_end_indices=tuple(compute_prompt_end_indices(uids)),
+            policy_mini_batch_boundaries=boundaries(trainer.policy_mini_batch_size, settings.policy_shares),
+            critic_mini_batch_boundaries=None
+            if settings.critic_shares is None
+            else boundaries(trainer.critic_mini_batch_size, settings.critic_shares),
+            images=_images(made, settings.read_image),
+        ),
+    )
+
+
+def _images(made: Sequence[_Row], read: Callable[[str], Image] | None) -> tuple[ImageSpans, ...]:
+    if not any(row.images for row in made):
+        return ()
+    if read is None:
+        return tuple(row.images for row in made)
+    try:
+        return tuple(with_pixels(row.images, read) for row in made)
+    except ValueError as error:
+        raise BatchError(str(error)) from error
+
+
+def _document_boundaries(
+    lengths: np.ndarray, row_columns: dict[str, np.ndarray], trainer: TrainerConfig, num_ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """`[start, stop)` rows of each optimizer step that closes at `docs_per_step`."""
+    steps = document_steps(
+        lengths,
+        row_columns["trajectory_index"],
+        ~row_columns["is_padding"],
+        docs_per_step=trainer.docs_per_step,
+        num_ranks=num_ranks,
+        admits=training_limit(trainer),
+        exact=trainer.docs_per_step_exact,
+    )
+    return tuple((step.start, step.stop) for step in steps)
+
+
+def per_trajectory(trajectory: Trajectory) -> list[Sequence[Turn]]:
+    """All turns in one row: each must extend the one before."""
+    return [trajectory.turns]
+
+
+def per_turn(trajectory: Trajectory) -> list[Sequence[Turn]]:
+    """One row per turn."""
+    return [(turn,) for turn in trajectory.turns]
+
+
+def _rows(rollouts: RolloutBatch, spec: PartSpec, *, with_experts: bool) -> Iterator[_Row]:
+    rows_of: Callable[[Trajectory], Sequence[Sequence[Turn]]] = TRAJECTORY_ROWS.resolve(spec)
+    for trajectory_index, trajectory in enumerate(rollouts.trajectories):
+        prompt_index, _ = divmod(trajectory_index, rollouts.n_samples_per_prompt)
+        uid = rollouts.prompts[prompt_index].uid
+        if trajectory.prompt_uid != uid:
+            raise BatchError(
+                f"trajectory {trajectory_index} belongs to {trajectory.prompt_uid!r}, but {uid!r} was expected there"
+            )
+        if trajectory.failed:
+            yield _Row(prompt_index, trajectory_index, 0, False, (), (), _PLACEHOLDER)
+            continue
+        # Both once for each trajectory: rows of turns that continue one another are views of one array.
+        prompt_lengths = trajectory.prompt_lengths()
+        _check_turns(trajectory, prompt_lengths)
+        rows = [tuple(row) for row in rows_of(trajectory)]
+        _check_rows(trajectory, rows, spec)
+        contexts, start = trajectory.contexts(), 0
+        experts = _contexts_of_experts(trajectory, prompt_lengths) if with_experts else [None] * len(contexts)
+        for step_index, row in enumerate(rows):
+            stop = start + len(row)
+            starts = tuple(prompt_lengths[start:stop])
+            is_last = step_index == len(rows) - 1
+            last = stop - 1
+            yield _Row(
+                prompt_index,
+                trajectory_index,
+                step_index,
+                is_last,
+                row,
+                starts,
+                contexts[last],
+                experts[last],
+                trajectory.images(last),
+            )
+            start = stop
+
+
+def _contexts_of_experts(trajectory: Trajectory, prompt_lengths: Sequence[int]) -> list[NDArray[np.int16]]:
+    """Return for each turn `[prompt + response, layers * k]`: where the engine sent the tokens of its context, -1 where that
+    was not recorded.
+
+    The last token of a response is computed with the turn after it. In the row of its own turn, where nothing is read behind
+    it, it has the experts of the first turn that continues it, so that this one's row extends the other.
+    Raises BatchError for a turn without any.
+    """
+    found: list[NDArray[np.int16]] = []
+    for index, (turn, prompt_length) in enumerate(zip(trajectory.turns, prompt_lengths)):
+        recorded = turn.routed_experts
+        if not len(recorded) or recorded.shape[1:] != trajectory.turns[0].routed_experts.shape[1:]:
+            raise BatchError(
+                f"{_name(trajectory)}, turn {index}: experts {list(recorded.shape)} were recorded of it, and "
+                f"trainer.moe_routing_replay=true needs those of each turn, of the same layers. Let the engine return "
+                "GenerationOutput.routed_experts, or set trainer.moe_routing_replay=false"
+            )
+        whole = np.full((prompt_length + len(turn.response_token_ids), recorded[0].size), -1, np.int16)
+        before = whole[:0] if turn.parent is None else found[turn.parent]
+        whole[: max(0, len(before) - 1)] = before[:-1]
+        whole[len(whole) - 1 - len(recorded) : -1] = recorded.reshape(len(recorded), -1)
+        if len(before) and before[-1, 0] < 0:
+            before[-1] = whole[len(before) - 1]
+        found.append(whole)
+    return found
+
+
+def _check_rows(trajectory: Trajectory, rows: Sequence[Sequence[Turn]], spec: PartSpec) -> None:
+    """No turn, and with it no reward, is lost or doubled, and a row holds turns of which each extends the one before."""
+    name = _name(trajectory)
+    # By identity: two turns of a trajectory may be equal.
+    numbers = {id(turn): index for index, turn in enumerate(trajectory.turns)}
+    if [numbers.get(id(turn)) for row in rows for turn in row] != list(range(len(trajectory.turns))) or not all(rows):
+        raise BatchError(
+            f"{name}: {part_name(spec)} must put each of its {len(trajectory.turns)} turns into one row, in order, and make "
+            "no empty row"
+        )
+    for row in rows:
+        for turn in row[1:]:
+            index = numbers[id(turn)]
+            if turn.parent != index - 1:
+                raise BatchError(
+                    f"{name}, turn {index}: its prompt does not begin with the tokens of turn {index - 1}, so that one row "
+                    "cannot hold both. Set generator.step_wise_trajectories=true to train one row per turn"
+                )
+
+
+def _name(trajectory: Trajectory) -> str:
+    return f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index}"
+
+
+def _check_turns(trajectory: Trajectory, prompt_lengths: Sequence[int]) -> None:
+    name = _name(trajectory)
+    if not trajectory.turns:
+        raise BatchError(f"{name} did not fail and yet has no turn")
+    for index, (turn, prompt_length) in enumerate(zip(trajectory.turns, prompt_lengths)):
+        if not prompt_length or not len(turn.response_token_ids):
+            raise BatchError(f"{name}, turn {index}: a complete turn has at least one prompt and one response token")
+        if not math.isfinite(turn.reward):
+            raise BatchError(
+                f"{name}, turn {index}: the reward is {turn.reward}; a broken reward must fail its trajectory"
+            )
+
+
+def _check_turns_are_apart(rollouts: RolloutBatch, rows: Sequence[_Row]) -> None:
+    """In one row, a turn is a maximal run of sampled tokens, so that a token of another lies between two of them."""
+    for row in rows:
+        for turn in row.turns[1:]:
+            if not len(turn.added_token_ids):
+                trajectory = rollouts.trajectories[row.trajectory_index]
+                index = next(index for index, each in enumerate(trajectory.turns) if each is turn)
+                raise BatchError(
+                    f"{_name(trajectory)}, turn {index}: nothing was observed "
+                    f"after turn {index - 1}, so that one row cannot tell their returns apart "
+                    "(step_rewards=turn_return). Set generator.step_wise_trajectories=true to train one row per turn"
+                )
+
+
+def _row_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
+    return {
+        "prompt_index": np.fromiter((row.prompt_index for row in rows), np.int32, len(rows)),
+        "trajectory_index": np.fromiter((row.trajectory_index for row in rows), np.int32, len(rows)),
+        "step_index": np.fromiter((row.step_index for row in rows), np.int32, len(rows)),
+        "is_last_step": np.fromiter((row.is_last_step for row in rows), np.bool_, len(rows)),
+        "is_padding": np.fromiter((not row.turns for row in rows), np.bool_, len(rows)),
+    }
+
+
+def _logprobs_are_recorded(rows: list[_Row]) -> bool:
+    """False where no turn carries log-probabilities (rollouts from a file); the column is left out then.
+
+    Raises BatchError where some do and some do not.
+    """
+    recorded = {bool(len(turn.response_logprobs)) for row in rows for turn in row.turns}
+    if len(recorded) > 1:
+        raise BatchError(
+            "some turns carry log-probabilities of their tokens and some do not: record them for all or none"
+        )
+    return recorded != {False}
+
+
+def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarray]:
+    num_tokens = int(offsets[-1])
+    sampled = np.zeros(num_tokens, np.bool_)
+    trained = np.zeros(num_tokens, np.bool_)
+    rewards = np.zeros(num_tokens, np.float32)
+    logprobs = np.zeros(num_tokens, np.float32)
+    recorded = _logprobs_are_recorded(rows)
+    for row, offset in zip(rows, offsets.tolist()):
+        for turn, prompt_length in zip(row.turns, row.prompt_lengths):
+            start = offset + prompt_length
+            stop = start + len(turn.response_token_ids)
+            sampled[start:stop] = True
+            trained[start:stop] = turn.loss_mask if len(turn.loss_mask) else True
+            if recorded:
+                logprobs[start:stop] = turn.response_logprobs
+            rewards[stop - 1] = turn.reward
+    return {
+        "input_ids": np.concatenate([row.input_ids for row in rows]),
+        "loss_mask": trained,
+        "rewards": rewards,
+        # By the first of these turns are found, where the loss leaves out some of a turn's tokens.
+        **({"response_mask": sampled} if bool((sampled != trained).any()) else {}),
+        **({"rollout_logprobs": logprobs} if recorded else {}),
+    }
+
+
+def _experts_column(rows: list[_Row]) -> dict[str, np.ndarray]:
+    """`routed_experts` int16 `[num_tokens, layers * k]`, -1 where none are known; nothing where no row has any."""
+    known = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not known:
+        return {}
+    unknown = np.full((DUMMY_ROW_LENGTH, known[0].shape[1]), -1, np.int16)
+    return {ROUTED: np.concatenate([unknown if row.routed_experts is None else row.routed_experts for row in rows])}
+
+
+def _version_column(rows: list[_Row], offsets: np.ndarray, weight_version: int) -> dict[str, np.ndarray]:
+    """`weight_version` int32 `[num_tokens]` where a token was sampled by weights of another version; else nothing."""
+    if all(run.version == weight_version for row in rows for turn in row.turns for run in turn.weight_versions):
+        return {}
+    versions = np.full(int(offsets[-1]), weight_version, np.int32)
+    for row, offset in zip(rows, offsets.tolist()):
+        for turn, prompt_length in zip(row.turns, row.prompt_lengths):
+            start = offset + prompt_length
+            response = versions[start : start + len(turn.response_token_ids)]
+            for run in turn.weight_versions:
+                # Runs are in order: the next one overwrites the rest.
+                response[run.start :] = run.version
+    return {"weight_version": versions}

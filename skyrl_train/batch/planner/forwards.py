@@ -1,0 +1,220 @@
+"""The bundled planners: forwards filled up to a number of rows, or up to a budget of token positions. numpy only.
+
+Rows whose tokens are computed once for several of them must share a forward to gain from it. So units are dealt out
+whole: a host with the rows that it computes, or the rows of one prompt, whose prefixes are neighbours in the order. A unit
+is cut, between rows, where it exceeds the limit by itself, or where units that stay whole would leave forwards so empty
+that what the cut computes again costs less.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skyrl_train.batch.batch_metadata import Rows
+from skyrl_train.batch.planner.rows import Forward, RowFacts
+from skyrl_train.batch.planner.splits import pieces, ranges, split_packed, split_padded, split_rows
+from skyrl_train.config.fields import LayoutName
+
+LAYOUT_CHOICES: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
+"""What `auto` chooses from; the earlier where costs are equal."""
+
+_WORTH_CUTTING = 1.05
+"""Forwards of whole units, over those that their positions would fill: from here on cutting units is tried."""
+_GAIN_OVER_LOSS = 2.0
+"""How much more, in share, forwards must get fewer than positions get more where units are cut."""
+
+
+def fixed(rows: RowFacts) -> list[Forward]:
+    """At most `rows.max_rows` rows in a forward, those of similar length together, the longest first."""
+    return _cheapest(rows, counts_rows=True)
+
+
+def token_budget(rows: RowFacts) -> list[Forward]:
+    """At most `rows.budget` computed positions in a forward, as few forwards as are found, and level ones."""
+    forwards = _cheapest(rows, counts_rows=False)
+    # A cap of the configuration counts what is computed. Only a budget that was found knows what losses pad beside it.
+    if not rows.column_share:
+        return forwards
+    return [narrow for forward in forwards for narrow in _narrowed(rows, forward)]
+
+
+def one_forward(rows: RowFacts) -> list[Forward]:
+    """All rows in one forward, to measure it."""
+    return [Forward(np.arange(rows.num_rows))]
+
+
+def _cheapest(rows: RowFacts, *, counts_rows: bool) -> list[Forward]:
+    """The forwards of the layout, or for `auto` of the one whose pass over these rows is predicted to be cheapest."""
+    if rows.num_rows == 0:
+        return []
+    if rows.layout != "auto":
+        return _of_layout(rows, rows.layout, counts_rows=counts_rows)
+    costs: dict[float, list[Forward]] = {}
+    for name in LAYOUT_CHOICES:
+        forwards = _of_layout(rows, name, counts_rows=counts_rows)
+        sizes = rows.sizes([np.asarray(forward.rows) for forward in forwards], name)
+        cost = float(rows.cost.of(sizes.positions, sizes.pairs, sizes.calls, layout=name).sum())
+        costs.setdefault(cost, forwards)
+    return costs[min(costs)]
+
+
+def _of_layout(rows: RowFacts, layout: LayoutName, *, counts_rows: bool) -> list[Forward]:
+    if layout == "prefix_shared":
+        parts = _split_tree(rows, counts_rows=counts_rows)
+    else:
+        parts = _split_hosts(rows, layout, counts_rows=counts_rows)
+    return [Forward(part, layout) for part in parts]
+
+
+def _split_hosts(rows: RowFacts, layout: LayoutName, *, counts_rows: bool) -> list[Rows]:
+    """Rows that are computed by themselves, by their lengths; each takes those along that it computes too."""
+    hosts, host_of_row, sizes = np.unique(rows.hosts, return_inverse=True, return_counts=True)
+    lengths = rows.lengths[hosts]
+    if counts_rows:
+        parts = split_rows(lengths, rows.max_rows)
+    else:
+        parts = (split_padded if layout == "padded" else split_packed)(lengths, rows.budget)
+    if len(hosts) == rows.num_rows:
+        return parts
+    # Rows of a host lie together in `by_host`: those of a forward are the runs of its hosts.
+    by_host, begins = np.argsort(host_of_row, kind="stable"), np.cumsum(sizes) - sizes
+    return [by_host[ranges(begins[part], sizes[part])] for part in parts]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of neighbours in the order: units, or parts of units, one after the other or not."""
+
+    begins: Rows
+    """The place in the order where each begins."""
+    ends: Rows
+    sizes: Rows
+    """What a forward of each alone computes, in rows or in positions."""
+
+    def rows_of(self, rows: RowFacts, forwards: Sequence[Rows]) -> list[Rows]:
+        """The row numbers of each forward, in the order, where forwards are given by their runs."""
+        counts = np.array([len(forward) for forward in forwards])
+        runs, forward = np.concatenate(forwards), np.repeat(np.arange(len(forwards)), counts)
+        runs = runs[np.lexsort((self.begins[runs], forward))]
+        lengths = self.ends[runs] - self.begins[runs]
+        num_rows = np.add.reduceat(lengths, np.cumsum(counts) - counts)
+        return pieces(rows.order[ranges(self.begins[runs], lengths)], np.cumsum(num_rows) - num_rows)
+
+
+def _split_tree(rows: RowFacts, *, counts_rows: bool) -> list[Rows]:
+    """Row numbers of each forward where common first tokens are computed once.
+
+    The limit counts the distinct tokens of each unit (or its rows); prefixes that units share with one another are extra.
+    """
+    if counts_rows:
+        ones = np.ones(rows.num_rows, dtype=np.int64)
+        units = _units(rows, whole=ones, own=ones, limit=rows.max_rows)
+        return units.rows_of(rows, split_packed(units.sizes, rows.max_rows))
+    # `whole` is what a row computes where it is the first of a forward, `own` where the row before it is there too.
+    whole, limit = rows.lengths[rows.order], rows.budget
+    own = whole - rows.shared
+    units = _units(rows, whole=whole, own=own, limit=limit)
+    together, total = split_packed(units.sizes, limit), int(units.sizes.sum())
+    fewest = -(-total // limit)
+    # Units of single rows cannot be cut; and where whole units nearly fill their forwards, nothing is to be gained.
+    if len(together) > _WORTH_CUTTING * fewest and len(units.begins) < rows.num_rows:
+        runs, cut = _Filling(units, whole, own, limit).run(fewest)
+        # Fewer forwards save starting kernels and gathering weights; what a cut repeats costs arithmetic.
+        growth = int(runs.sizes.sum()) / total - 1
+        if len(together) / len(cut) - 1 > _GAIN_OVER_LOSS * growth:
+            return runs.rows_of(rows, cut)
+    return units.rows_of(rows, together)
+
+
+def _units(rows: RowFacts, *, whole: Rows, own: Rows, limit: int) -> _Runs:
+    """Rows of one prompt that are neighbours; a unit over the limit is cut into the longest runs that keep within it."""
+    prompts = rows.prompts[rows.order]
+    begins = np.flatnonzero(np.diff(prompts, prepend=prompts[0] - 1))
+    before = np.cumsum(own) - own
+    ends = np.append(begins[1:], rows.num_rows)
+
+    def size(begin: Rows, end: Rows) -> Rows:
+        computed: Rows = np.append(before, before[-1] + own[-1])[end] - before[begin] - own[begin] + whole[begin]
+        return computed
+
+    cuts: list[int] = []
+    for unit in np.flatnonzero(size(begins, ends) > limit).tolist():
+        at, end = int(begins[unit]), int(ends[unit])
+        while at < end:
+            cuts.append(at)
+            # The last place up to which own tokens, after the whole first row, keep within the limit.
+            reach = int(before[at] + own[at] - whole[at]) + limit
+            at = max(at + 1, min(end, int(np.searchsorted(before + own, reach, side="right"))))
+    begins = np.union1d(begins, np.array(cuts, dtype=np.int64))
+    ends = np.append(begins[1:], rows.num_rows)
+    return _Runs(begins, ends, size(begins, ends))
+
+
+class _Filling:
+    """Units into as few forwards as their sizes allow: whole where one fits, and what is left in parts, each the largest
+    that fits anywhere, in the forward that it fills best."""
+
+    def __init__(self, units: _Runs, whole: Rows, own: Rows, limit: int) -> None:
+        self._units, self._limit = units, limit
+        self._whole, self._shortest = whole.tolist(), int(whole.min())
+        self._after: list[int] = np.cumsum(own).tolist()
+        self._rooms: list[tuple[int, int]] = []
+        """Room and number of each forward that takes another row, ascending: the tightest is found by bisection."""
+        self._num_forwards = 0
+        self._runs: list[tuple[int, int, int, int]] = []
+        """Begin, end, size, and the forward it went to."""
+
+    def run(self, fewest: int) -> tuple[_Runs, list[Rows]]:
+        """The runs and those of each forward. No more than `fewest` forwards are begun for whole units, and others only
+        for what fits nowhere."""
+        begins, ends, sizes = (each.tolist() for each in (self._units.begins, self._units.ends, self._units.sizes))
+        to_cut: list[int] = []
+        # The largest first, as in packing: a small unit finds room later, a large one does not.
+        for unit in np.argsort(-self._units.sizes, kind="stable").tolist():
+            fits = bool(self._rooms) and self._rooms[-1][0] >= sizes[unit]
+            if fits or self._num_forwards < fewest or sizes[unit] > self._limit:
+                self._put(begins[unit], ends[unit], sizes[unit])
+            else:
+                to_cut.append(unit)
+        for unit in to_cut:
+            self._put_in_parts(begins[unit], ends[unit])
+        begin, end, size, forward = np.array(self._runs, dtype=np.int64).T
+        by_forward = np.argsort(forward, kind="stable")
+        return _Runs(begin, end, size), pieces(by_forward, np.flatnonzero(np.diff(forward[by_forward], prepend=-1)))
+
+    def _put_in_parts(self, begin: int, end: int) -> None:
+        while begin < end:
+            first, room = self._whole[begin], self._rooms[-1][0] if self._rooms else 0
+            if first > room:
+                room = self._limit
+            # The first row is computed whole, those after it add their own tokens.
+            before = self._after[begin] - first
+            stop = max(begin + 1, bisect_right(self._after, before + room, begin, end))
+            self._put(begin, stop, self._after[stop - 1] - before)
+            begin = stop
+
+    def _put(self, begin: int, end: int, size: int) -> None:
+        """The run goes where least room is left after it."""
+        index = bisect_left(self._rooms, (size, -1))
+        if index == len(self._rooms):
+            room, number = max(size, self._limit), self._num_forwards
+            self._num_forwards += 1
+        else:
+            room, number = self._rooms.pop(index)
+        self._runs.append((begin, end, size, number))
+        if room - size >= self._shortest:  # else no row fits any more, and the search is shorter without it
+            insort(self._rooms, (room - size, number))
+
+
+def _narrowed(rows: RowFacts, forward: Forward) -> list[Forward]:
+    """The forward, halved, long rows from short ones, until what losses pad fits beside what the model computes."""
+    numbers = np.asarray(forward.rows)
+    if forward.layout == "padded" or rows.fits(numbers, forward.layout):
+        return [forward]
+    longest_first = numbers[np.argsort(-rows.lengths[numbers], kind="stable")]
+    halves = longest_first[: len(numbers) // 2], longest_first[len(numbers) // 2 :]
+    return [narrow for half in halves for narrow in _narrowed(rows, replace(forward, rows=half))]

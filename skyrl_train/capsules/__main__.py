@@ -1,5 +1,0 @@
-"""`python -m skyrl_train.capsules` runs `skyrl_train.main_capsule`, which constructs runs and stands above this layer."""
-
-import runpy
-
-runpy.run_module("skyrl_train.main_capsule", run_name="__main__", alter_sys=True)

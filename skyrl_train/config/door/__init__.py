@@ -1,0 +1,25 @@
+"""How a mapping becomes a configuration, every problem told at once; and the reference that documents it."""
+
+from skyrl_train.config.door.load import (
+    MISSING,
+    Conversion,
+    Loaded,
+    NotStated,
+    Unresolved,
+    as_typed,
+    load_config,
+    load_root,
+    read_root,
+)
+
+__all__ = [
+    "MISSING",
+    "Conversion",
+    "Loaded",
+    "NotStated",
+    "Unresolved",
+    "as_typed",
+    "load_config",
+    "load_root",
+    "read_root",
+]

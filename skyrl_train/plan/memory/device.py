@@ -1,0 +1,474 @@
+"""Memory in a plan: what each model's passes hold on one device, by kind, and the largest micro-batch that fits.
+
+Reads configs of models, no weights. What passes take is predicted by `learner/memory/predict.py`, which traces the
+run's own step once and remembers it; no torch is imported after that.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.config import Config
+from skyrl_train.config.derived import LearnerSettings, ScheduleLength, layout_of, run_models
+from skyrl_train.config.models import STATE_BUCKET_BYTES, OptimizerConfig, mesh_sizes
+from skyrl_train.config.placement import Role, leaves_devices, shares_devices
+from skyrl_train.errors import MemoryLimitError, ModelError, Violation, three_digits
+from skyrl_train.learner.memory import DeviceShare, Effort, Phase, PredictedPasses
+from skyrl_train.model.sizes import meta_model, model_sizes, of_depth, read_architecture
+from skyrl_train.parts import OPTIMIZERS
+from skyrl_train.plan.forms.scale import Device
+from skyrl_train.plan.memory.host_memory import HostMemory, host_lines, plan_host_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from skyrl_train.learner.memory import Probed
+
+_PROCESS_BYTES = 550_000_000
+"""Of a run's process on a CPU without a model: Python, PyTorch and transformers, measured on Linux."""
+_ALL = 1 << 60
+"""More bytes than any state has."""
+CONTEXT_BYTES = 1_000_000_000
+"""Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassMemory:
+    """One pass of one model at the largest micro-batch that fits; where none does, at one row of the longest."""
+
+    role: str
+    phase: str
+    """`training` or `scoring`."""
+    budget: int
+    """Computed positions of a micro-batch that fit whatever the lengths of its rows; 0: not even one row does."""
+    rows_of_longest: int
+    """Rows of the longest length that the budget holds."""
+    moment: str
+    """When most is held."""
+    kinds: Mapping[str, int]
+    """Bytes by kind at that moment, of this model."""
+    limit_bytes: int
+    """What the pass may hold: the device, less the margin and what else lies on it."""
+    measured_tokens: int = 0
+    """The budget that a run of the same configuration measured in `output_dir`; 0 where there is none."""
+    predicted_tokens: int = 0
+    """What is predicted for the memory that it had."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What the plan assumes of one device."""
+
+    device_bytes: int
+    longest: int
+    """Tokens of the longest row: `generator.max_context_length`."""
+    margin_bytes: int
+    """Left free for fragmentation and the kernels' own space."""
+    context_bytes: int
+    """CUDA contexts of the processes that share a device."""
+    passes: tuple[PassMemory, ...]
+    engine_bytes: int
+    """Of an inference engine that shares the device, while it generates."""
+    resident_bytes: int
+    """What models keep on that device meanwhile."""
+    effort: str = ""
+    """How passes were predicted, and how long that took."""
+    moved_bytes: int = 0
+    """Optimizer state that comes from the host in a step of the optimizer, and goes back to it."""
+    host: HostMemory | None = None
+    """What a node keeps in its own memory; None on a CPU, where that is the device's."""
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether an engine that shares the device has its share beside what the models keep."""
+        return self.engine_bytes + self.resident_bytes + self.context_bytes <= self.device_bytes
+
+    def violations(self) -> tuple[Violation, ...]:
+        """Return what cannot run."""
+        return (*self._too_long(), *self._no_engine(), *(self.host.violations() if self.host else ()))
+
+    def _too_long(self) -> Iterator[Violation]:
+        for each in self.passes:
+            if not each.budget:
+                yield Violation(
+                    field="generator.max_context_length",
+                    rule=f"one row must fit a device of {gigabytes(self.device_bytes)}: {each.role} {each.phase} of one "
+                    f"such row takes {gigabytes(each.peak_bytes)}, and {gigabytes(max(0, each.limit_bytes))} are there",
+                    value=str(self.longest),
+                    remedy="shorter rows, strategy=fsdp2 over more ranks, model.gradient_checkpointing=true, "
+                    "strategy.cpu_offload=optimizer (or true), model.lora.rank=32, placement.offload=true, or devices that "
+                    "the models do not share",
+                )
+
+    def _no_engine(self) -> Iterator[Violation]:
+        if not self.engine_fits:
+            room = max(0.0, 1 - (self.resident_bytes + self.context_bytes) / self.device_bytes)
+            yield Violation(
+                field="generator.vllm.gpu_memory_utilization",
+                rule=f"must leave the {gigabytes(self.resident_bytes + self.context_bytes)} that models keep on the "
+                "device they share with the engine",
+                value=f"{self.engine_bytes / self.device_bytes:g}",
+                remedy=f"try generator.vllm.gpu_memory_utilization={int(room * 100) / 100:g}, "
+                "strategy.cpu_offload=true, or another placement",
+            )
+
+
+def memory_lines(memory: DeviceMemory) -> Iterator[str]:
+    """Return lines for a terminal."""
+    if memory.effort:
+        yield f"activations {memory.effort}"
+    for each in memory.passes:
+        yield (
+            f"{each.role:<10} {each.phase:<9} {each.budget:>11,} positions ({each.rows_of_longest:,} rows of "
+            f"{memory.longest:,}), {gigabytes(each.peak_bytes)} of {gigabytes(each.limit_bytes)}, most {each.moment}"
+        )
+        kinds = sorted(each.kinds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {gigabytes(count)}" for kind, count in kinds if count >= 1e6)
+        yield from textwrap.wrap(parts, 116, initial_indent=" " * 21, subsequent_indent=" " * 21)
+        if each.measured_tokens:
+            difference = each.predicted_tokens / each.measured_tokens - 1
+            yield (
+                f"{'':<21}measured by the run in output_dir: {each.measured_tokens:,} positions; predicted for the memory "
+                f"it had: {each.predicted_tokens:,} ({difference:+.1%})"
+            )
+    if memory.engine_bytes:
+        yield (
+            f"{'engine':<10} {gigabytes(memory.engine_bytes)} while it generates, beside "
+            f"{gigabytes(memory.resident_bytes)} of models"
+        )
+    if memory.moved_bytes:
+        seconds = 2 * memory.moved_bytes / Device.host_rate
+        yield (
+            f"{'optimizer':<10} {gigabytes(memory.moved_bytes)} in the host (strategy.cpu_offload=optimizer): each of its "
+            f"steps moves them here and back, {seconds:.2g} s"
+        )
+    if memory.host and memory.host.owners:
+        yield "a node keeps in its own memory:"
+        yield from (f"  {line}" for line in host_lines(memory.host))
+
+
+def gigabytes(count: int) -> str:
+    """Return GB of 10^9 bytes."""
+    return f"{three_digits(count / 1e9)} GB"
+
+
+def plan_memory(
+    config: Config,
+    *,
+    one_row: bool = False,
+    largest_only: bool = False,
+    announce: Callable[[str], object] = lambda _: None,
+) -> DeviceMemory | None:
+    """Predict what passes hold; None where `plan.device_memory_gb` asks for nothing.
+
+    Args:
+        one_row: Whether it is enough to know that a row fits; budgets are then one row, or 0.
+        largest_only: Whether it is enough to know the largest pass of each model: training, where it is trained.
+        announce: Told that a prediction will take a while, where nothing is remembered of the model.
+
+    Raises ModelError where a model's config cannot be had, or its step cannot be traced.
+    """
+    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.sizes_itself else 0.0
+    device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
+    if not device_bytes:
+        return None
+    effort = Effort(how="compiled by XLA" if config.trainer.memory_probe == "xla" else "traced", announce=announce)
+    models = models_of(config, effort)
+    one_at_a_time = leaves_devices(config.placement, config.generator, config.platform)
+    engine = _engine_share(config)
+    beside_models = 0 if one_at_a_time else int(engine * device_bytes)
+    margin_bytes = int(device_bytes * config.trainer.memory_margin)
+    at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
+    context_bytes = 0 if config.platform.name == "cpu" else CONTEXT_BYTES
+    passes: list[PassMemory] = []
+    for role, predicted in models.items():
+        sharing = _sharing(config, role, list(models))
+        others = 0 if one_at_a_time else sum(at_rest[other] for other in sharing if other != role)
+        contexts = context_bytes * _num_processes(config, len(sharing), engine=engine > 0)
+        limit = device_bytes - margin_bytes - contexts - others - beside_models
+        phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
+        for phase in phases[:1] if one_row or largest_only else phases:  # what can be trained can be scored
+            found = _pass(predicted, role, phase, limit, one_row=one_row)
+            passes.append(found if one_row else _beside_measured(config, found, phase, predicted, others))
+    return DeviceMemory(
+        device_bytes=device_bytes,
+        longest=config.generator.max_context_length,
+        margin_bytes=margin_bytes,
+        context_bytes=context_bytes * _num_processes(config, len(models), engine=engine > 0),
+        passes=tuple(passes),
+        engine_bytes=int(engine * device_bytes),
+        resident_bytes=sum(at_rest.values()) if beside_models else 0,
+        effort=effort.line(),
+        moved_bytes=max(each.state_in_host_bytes for each in models.values()),
+        host=None if config.platform.name == "cpu" else plan_host_memory(config, models, layout_of(config)),
+    )
+
+
+def peak_on_cpu(
+    config: Config, positions: Mapping[str, int], announce: Callable[[str], object] = lambda _: None
+) -> int | None:
+    """Predict the bytes that the process of a run in one process on a CPU takes at most, activations and logits included.
+
+    Args:
+        positions: By role, computed positions of its largest micro-batch in training.
+        announce: As in `plan_memory`.
+
+    None where ranks or engines are processes of their own, and where models take less than the process without them, which
+    is not worth a trace. Raises ModelError.
+    """
+    inline = config.platform.name == "cpu" and config.placement.backend == "inline"
+    if not inline or config.generator.has_own_devices or config.strategy.kind != "single":
+        return None
+    sizes = {each.role: model_sizes(each.model.path, revision=each.model.revision) for each in planned_models(config)}
+    if sum(4 * each.parameters for each in sizes.values()) < _PROCESS_BYTES / 4:
+        return None
+    models = models_of(config, Effort(announce=announce))
+    at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
+    in_pass = [
+        each.estimate("training", -(-positions[role] // each.longest)).peak_bytes - at_rest[role]
+        for role, each in models.items()
+        if role in positions
+    ]
+    engine = models["policy"].counts.total * (2 if config.model.dtype == "bfloat16" else 4)
+    held = _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass)
+    return int(held * (1 + config.trainer.memory_margin))  # what the allocator has freed, and keeps
+
+
+def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:
+    """Return what predicts the passes of each model that the run holds. A reference that is the policy without its adapter
+    is no model of its own. Raises ModelError."""
+    ranks = {
+        "policy": config.placement.policy_num_workers,
+        "reference": config.placement.ref_num_workers,
+        "critic": config.placement.critic_num_workers,
+    }
+    return {
+        settings.role: predicted_passes(
+            settings,
+            ranks[settings.role],
+            effort,
+            longest=config.generator.max_context_length,
+            image_tokens=config.data.max_prompt_length,
+            device_bytes=int(config.plan.device_memory_gb * 1e9),
+        )
+        for settings in planned_models(config)
+    }
+
+
+def planned_models(config: Config) -> Iterator[LearnerSettings]:
+    """Yield the models of a run, of the architecture that `plan.architecture` states in place of the policy's."""
+    for settings in run_models(config, lambda _: ScheduleLength()).learners:
+        path = settings.model.path
+        if config.plan.architecture and path == config.model.path:
+            path = config.plan.architecture
+        yield replace(settings, model=replace(settings.model, path=path))
+
+
+def head_violations(config: Config) -> Iterator[Violation]:
+    """Yield why ranks cannot share the micro-batches of a model whose config is on this machine: around attention they take
+    its heads apart."""
+    size, field = config.strategy.sequence_parallel_size, "strategy.sequence_parallel_size"
+    for settings in planned_models(config) if size > 1 else ():
+        with suppress(ModelError):
+            heads = model_sizes(settings.model.path, revision=settings.model.revision).num_heads
+            fitting = [each for each in range(1, min(heads, 2 * size) + 1) if heads % each == 0]
+            if heads % size:
+                yield Violation(
+                    field=field,
+                    rule=f"must divide the {heads} attention heads of {settings.model.path} ({settings.role})",
+                    value=str(size),
+                    remedy=f"try {field}={max((each for each in fitting if each < size), default=1)}"
+                    + (f" or {field}={larger}" if (larger := max(fitting)) > size else ""),
+                )
+
+
+def predicted_passes(
+    settings: LearnerSettings, num_ranks: int, effort: Effort, *, longest: int, image_tokens: int, device_bytes: int
+) -> PredictedPasses:
+    """Return what predicts the passes of one model over rows of at most `longest` tokens, `image_tokens` of them of images.
+
+    Raises ModelError.
+    """
+    model = settings.model
+    architecture = read_architecture(model.path, revision=model.revision)
+    sizes, mesh = model_sizes(model.path, revision=model.revision), mesh_sizes(settings.strategy, num_ranks)
+    state_bytes = 0 if settings.optimizer is None else optimizer_state_bytes(settings.optimizer)
+    share = DeviceShare(
+        num_shards=mesh.shard,
+        sequence=mesh.sequence,
+        tensor_ranks=mesh.tensor,
+        sharded=settings.strategy.kind == "fsdp2",  # a custom one has whole models, as far as is known
+        expert_ranks=settings.strategy.expert_parallel_size,
+        cpu_offload=settings.strategy.offloads_all,
+        gradient_sync=settings.strategy.gradient_sync,
+        device_bytes=device_bytes,
+        state_bytes=state_bytes,
+        state_at_once=_state_at_once(settings, -(-state_bytes * sizes.largest_parameter // (mesh.shard * mesh.tensor))),
+        compute_bytes=2 if model.dtype == "bfloat16" else 4,
+        frozen_bytes=2 if model.dtype == "bfloat16" else 4,
+        is_scored_only=settings.optimizer is None,
+        in_4_bits=model.quantization != "none",
+        device_type="cpu" if settings.platform.name == "cpu" else "cuda",
+    )
+    return PredictedPasses(
+        settings=settings,
+        sizes=sizes,
+        config=architecture,
+        longest=longest,
+        image_tokens=min(longest, image_tokens),
+        share=share,
+        effort=effort,
+        make_learner=lambda num_layers: _learner_without_weights(settings, of_depth(architecture, num_layers), share),
+    )
+
+
+def _learner_without_weights(
+    settings: LearnerSettings, architecture: Mapping[str, object], share: DeviceShare
+) -> Probed:
+    """The learner that a run makes, of a model on the meta device and with none of its ranks. Raises ModelError."""
+    import torch
+
+    from skyrl_train.batch.planner import make_micro_batch_strategy
+    from skyrl_train.distributed import ModelStrategy
+    from skyrl_train.learner import ModelEngine, adapt, learner_of
+    from skyrl_train.model import place_model, replace_head
+    from skyrl_train.model.parallel import TensorGroup, cut_matrices
+    from skyrl_train.model.vision import freeze_vision, vision_of
+
+    config = settings.model
+    held = config.dtype if settings.frozen else "float32"
+    model = meta_model(architecture, name=config.path, attention=config.attention, dtype=held)
+    if settings.role == "critic":
+        replace_head(model, config)
+    place_model(model, config, "meta")
+    model.train()
+    if config.lora.rank:
+        adapt(model, settings)
+    if "vision" in config.freeze and vision_of(model) is not None:  # `plan.architecture` may have none
+        freeze_vision(model, name=config.path)
+
+    class OneOfMany(ModelStrategy):
+        """A rank that knows how many there are, and meets none of them."""
+
+        num_shards = share.num_shards
+        tensor_ranks = share.tensor_ranks
+
+        sharded = share.sharded
+
+        def prepare(self, model: PreTrainedModel) -> None:
+            """Leave the parts of matrices that one of several ranks has."""
+            if self.tensor_ranks > 1:
+                cut_matrices(model, TensorGroup(None, size=self.tensor_ranks), name=config.path)
+
+    engine = ModelEngine(
+        model,
+        name=settings.role,
+        micro_batching=make_micro_batch_strategy(
+            settings.micro_batching, merge_turns=settings.merge_turns
+        ).as_one_forward(),
+        dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+        optimizer=settings.optimizer,
+        strategy=OneOfMany(),
+    )
+    return learner_of(engine, settings)
+
+
+def optimizer_state_bytes(optimizer: OptimizerConfig) -> int:
+    """Return the bytes of an optimizer's state for each parameter: AdamW's for a custom one, of which nothing is known."""
+    return 0 if OPTIMIZERS.name_of(optimizer.name) == "sgd" else 8
+
+
+def _state_at_once(settings: LearnerSettings, largest_bytes: int) -> int | None:
+    """As `DeviceShare.state_at_once`. `largest_bytes`: the state of the largest parameter. See `learner/optimizer.py`."""
+    if settings.optimizer is None or not settings.strategy.offloads_state:
+        return None
+    in_buckets = OPTIMIZERS.name_of(settings.optimizer.name) == "adamw"
+    return max(STATE_BUCKET_BYTES, largest_bytes) if in_buckets else _ALL
+
+
+def _pass(predicted: PredictedPasses, role: str, phase: Phase, limit_bytes: int, *, one_row: bool) -> PassMemory:
+    longest = predicted.longest
+    try:
+        if one_row:
+            budget = longest * predicted.fits_one_row(phase, limit_bytes)
+        else:
+            budget = predicted.token_budget(phase, limit_bytes)
+    except MemoryLimitError:
+        budget = 0
+    rows = budget // longest
+    estimate = predicted.estimate(phase, max(1, rows))
+    return PassMemory(
+        role=role,
+        phase=phase,
+        budget=budget,
+        rows_of_longest=rows,
+        moment=estimate.moment,
+        kinds=estimate.kinds,
+        limit_bytes=limit_bytes,
+    )
+
+
+def _beside_measured(
+    config: Config, found: PassMemory, phase: Phase, predicted: PredictedPasses, others_bytes: int
+) -> PassMemory:
+    """With what a run of the same configuration measured, where `output_dir` holds its `memory.json`."""
+    try:
+        content = json.loads((Path(config.output_dir) / "memory.json").read_text(encoding="utf-8"))
+        report = content[found.role][0]
+        measured = report["training" if phase == "training" else "forward"]
+        same = all(report["facts"][name] == value for name, value in _expected_facts(predicted).items())
+        if not same or not measured["probes"]:
+            return found
+        tokens, limit = int(measured["tokens"]), int(measured["limit_bytes"]) - others_bytes
+        resident = predicted.resident_bytes(phase)
+        within = resident + int((limit - resident) / (1 + config.trainer.memory_margin))
+        return replace(found, measured_tokens=tokens, predicted_tokens=predicted.token_budget(phase, within))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, MemoryLimitError):
+        return found
+
+
+def _expected_facts(predicted: PredictedPasses) -> dict[str, str]:
+    """What `memory.json` says of a model that is trained as this one is; the names of `sizing._facts`."""
+    settings = predicted.settings
+    batching, merges = settings.micro_batching, settings.merge_turns
+    return {
+        "parameters": str(predicted.counts.total),
+        "type": settings.model.dtype,
+        "recomputes": str(settings.model.recomputes),
+        "longest": str(predicted.longest),
+        "layout": f"{batching.layout}{', merged turns' if merges else ''}",
+        "margin": str(batching.memory_margin),
+    }
+
+
+def _sharing(config: Config, role: Role, roles: list[Role]) -> list[Role]:
+    """The models on the same device, `role` among them."""
+    if config.placement.backend == "inline" or config.placement.colocate_all:
+        return roles
+    if config.placement.colocate_policy_ref and role in ("policy", "reference"):
+        return [other for other in roles if other in ("policy", "reference")]
+    return [role]
+
+
+def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
+    return 1 + engine if config.placement.backend == "inline" else num_models + engine
+
+
+def _engine_share(config: Config) -> float:
+    """Of the device, where an engine shares it."""
+    shares = (
+        shares_devices(config.placement, config.generator, config.platform)
+        and config.generator.has_own_devices
+        and config.platform.name != "cpu"
+    )
+    return config.generator.vllm.gpu_memory_utilization if shares else 0.0

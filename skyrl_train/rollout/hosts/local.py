@@ -1,0 +1,385 @@
+"""Worker processes of this machine: `env_worker.py` from the outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.environment import reward_entries
+from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
+from skyrl_train.registry import TARGET, PartSpec
+from skyrl_train.rollout.envs.environments import variables_of
+from skyrl_train.rollout.hosts.connection import REPORT_WITHIN_S, Frames, LocalWorker, frame
+from skyrl_train.rollout.hosts.processes import Imported, WorkerEnded
+from skyrl_train.rollout.plain_data import plain
+from skyrl_train.rollout.tools.variables import given
+from skyrl_train.system import in_time
+from skyrl_train.telemetry.logs import copy_redacted
+
+_CHUNK = 1 << 18
+_IMPORT_TIMEOUT_S = 120.0
+IMPORT_DEADLINE_S = 3 * _IMPORT_TIMEOUT_S
+"""Of all that an import in a process of its own may take: with a second start, and its end."""
+_CLOSE_TIMEOUT_S = 10.0
+_DRAIN_TIMEOUT_S = 2.0
+_MAX_LOG_BYTES = 16 << 20
+_PERHAPS_MEMORY = {-signal.SIGKILL: ", as the kernel does where memory runs out"}
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
+_BOOT = """
+import importlib.util, runpy, sys
+folder = sys.argv.pop(1)
+spec = importlib.util.spec_from_file_location("skyrl_train", folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules["skyrl_train"] = importlib.util.module_from_spec(spec)
+runpy.run_module("skyrl_train.rollout.hosts.worker", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What worker processes are started with, on this machine or another."""
+
+    specs: tuple[PartSpec, ...]
+    """Environments to import before the first call: the configured one, or those that rows may name."""
+    registry: bool
+    """Whether rows may name environments of skyrl-gym's registry."""
+    memory_gb: float
+    """What one worker may take beyond what it has when it starts."""
+    log: Path | None = None
+    """Where their standard output and error go; None is a temporary file."""
+    tools: tuple[PartSpec, ...] = ()
+    """`environment.tools`, imported with them."""
+    rewards: Mapping[str, PartSpec] = field(default_factory=dict)
+    """Reward functions that are called there, by the setting that names each."""
+    python: str = ""
+    """Interpreter that they run under, if not this one: what is installed for it is what environments import."""
+    variables: tuple[str, ...] = ()
+    """`environment.variables`."""
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> WorkerSettings:
+        """Return what a configuration asks for."""
+        by_row = environment.env_class is None
+        specs: tuple[PartSpec, ...] = environment.allowed if environment.env_class is None else (environment.env_class,)
+        rewards = {entry.setting: entry.spec for entry in reward_entries(environment) if not entry.in_trainer}
+        return cls(
+            specs=specs,
+            registry=by_row,
+            memory_gb=environment.worker_memory_gb,
+            log=log,
+            tools=environment.tools,
+            rewards=rewards,
+            python=environment.python or "",
+            variables=environment.variables,
+        )
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The variables that these workers get beside the listed ones: those of the setting, and what adapters need."""
+        return frozenset(self.variables).union(*(variables_of(spec) for spec in self.specs))
+
+
+def check_arguments(spec: PartSpec, setting: str = "environment.env_class") -> None:
+    """Raise ConfigError for keyword arguments of an environment, or a reward, that cannot be sent to a worker process."""
+    found = []
+    for name, value in {} if isinstance(spec, str) else spec.items():
+        field = f"{setting}.{name}"
+        try:
+            plain(value, field)
+        except ValueError as error:
+            rule = "must be plain data, which worker processes can be sent"
+            remedy = f"{error}; environment.isolation=thread takes any object"
+            found.append(Violation(field=field, rule=rule, value=type(value).__name__, remedy=remedy))
+    if found:
+        raise ConfigError(found)
+
+
+class LocalWorkers:
+    """Implements `WorkerHost` with a supervisor process on this machine. Used from one event loop."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Raises ConfigError where an argument of an environment cannot be sent. Nothing is started yet."""
+        for spec in settings.specs:
+            check_arguments(spec)
+        for setting, spec in settings.rewards.items():
+            check_arguments(spec, setting)
+        self.rewards: Mapping[str, Any] = {}
+        """Of each reward function without violations, by its setting, the fields of its `RewardFacts`; known when ready."""
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._frames = Frames()
+        self._loaded: asyncio.Future[Mapping[str, Any]] | None = None
+        self._workers: dict[int, LocalWorker] = {}
+        self._num_started = 0
+        self._preload = True
+        self._imported = Imported()
+        self._starting = asyncio.Lock()
+        self._log: IO[bytes] | None = None
+        self._copier: threading.Thread | None = None
+        """Copies what workers print to the log, without the secrets that this process knows."""
+
+    async def ready(self) -> Imported:
+        if self._control is not None and self._loaded is not None and self._loaded.done():
+            return self._imported
+        async with self._starting:
+            if self._control is not None:
+                return self._imported
+            loaded = await self._start_supervisor()
+            violations = [Violation(**each) for each in loaded["violations"]]
+            self.rewards = loaded["rewards"]
+            if violations or not loaded["forkable"]:
+                await self._end_supervisor()
+            if violations:
+                raise ConfigError(violations)
+            if self._preload:
+                asynchronous = frozenset(loaded["asynchronous"])
+                self._imported = Imported(asynchronous=asynchronous, forkable=loaded["forkable"])
+            if not loaded["forkable"]:
+                self._preload = False
+                await self._start_supervisor()
+            return self._imported
+
+    def start(self) -> LocalWorker:
+        assert self._control is not None, "ready() comes first"
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._num_started += 1
+        worker = LocalWorker(self._num_started, ours, self._ask_to_end)
+        self._workers[worker.number] = worker
+        with theirs:
+            try:
+                socket.send_fds(self._control, [frame({"start": worker.number})], [theirs.fileno()])
+            except OSError as error:
+                worker.ended_with(f"could not be started: {error}")
+        return worker
+
+    async def aclose(self) -> None:
+        await self._end_supervisor()
+        if self._log is not None:
+            await asyncio.to_thread(self._drain)
+            self._log.close()
+            self._log = None
+
+    async def _start_supervisor(self) -> Mapping[str, Any]:
+        """Return what it says of the environments that it imported."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        variables = given(os.environ, self._settings.named)
+        reader, writer = os.pipe()
+        write = partial(_append, self._log_file())
+        self._copier = threading.Thread(target=copy_redacted, args=(reader, write), daemon=True)
+        self._copier.start()
+        with theirs, open(writer, "wb") as output:
+            self._process = subprocess.Popen(
+                [*self._interpreter(), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=_environment(variables, apart=bool(self._settings.python)),
+            )
+        self._control, self._frames, self._loaded = ours, Frames(), loop.create_future()
+        loop.add_reader(ours, self._hear)
+        content = {
+            "sys_path": _own_path() if self._settings.python else sys.path,
+            "apart": bool(self._settings.python),
+            "memory_bytes": int(self._settings.memory_gb * 1e9),
+            "specs": [plain(spec, TARGET) for spec in self._settings.specs],
+            "tools": [plain(spec, TARGET) for spec in self._settings.tools],
+            "rewards": {setting: plain(spec, TARGET) for setting, spec in self._settings.rewards.items()},
+            "registry": self._settings.registry,
+            "preload": self._preload,
+            "withheld": [name for name in os.environ if name not in variables],
+        }
+        try:
+            await asyncio.wait_for(loop.sock_sendall(ours, frame(content)), _IMPORT_TIMEOUT_S)
+            return await asyncio.wait_for(self._loaded, _IMPORT_TIMEOUT_S)
+        except BaseException as error:
+            await self._end_supervisor()
+            if not isinstance(error, (OSError, WorkerEnded, asyncio.TimeoutError)):
+                raise
+            late = isinstance(error, asyncio.TimeoutError)
+            specs = [*self._settings.specs, *self._settings.rewards.values()]
+            names = ", ".join(str(each if isinstance(each, str) else each[TARGET]) for each in specs)
+            reason = f"did not end within {_IMPORT_TIMEOUT_S:g} s" if late else f"ended its process, which {error}"
+            raise SkyrlTrainError(
+                f"environment: the import of {names or 'environments'} {reason}. {self._last_words()}"
+            ) from None
+
+    def _hear(self) -> None:
+        """Take in what the supervisor says: what it imported, and how workers ended."""
+        assert self._control is not None
+        assert self._loaded is not None
+        try:
+            data = self._control.recv(_CHUNK)
+            for message in self._frames.feed(data):
+                if not isinstance(message, dict):
+                    raise ValueError("no message of a supervisor")
+                if "ready" in message and not self._loaded.done():
+                    self._loaded.set_result(message)
+                elif "started" in message and message["started"] in self._workers:
+                    self._workers[message["started"]].process = int(message["process"])
+                elif "ended" in message and (worker := self._workers.pop(message["ended"], None)) is not None:
+                    worker.ended_with(_manner(message["status"]) + _PERHAPS_MEMORY.get(message["status"], ""))
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data = b""
+        if not data:
+            self._lose()
+
+    def _lose(self) -> None:
+        """The supervisor is gone, and with it all workers; the next call starts another."""
+        process, self._process = self._process, None
+        assert process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REPORT_WITHIN_S)
+        status = process.poll()
+        process.kill()
+        self._forget(_manner(status) if status is not None else "closed its connection")
+
+    def _forget(self, manner: str) -> None:
+        """Close what leads to a supervisor that ended, or is about to."""
+        if self._control is None or self._loaded is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        self._control = None
+        for worker in self._workers.values():
+            worker.ended_with(f"was ended with its supervisor, which {manner}")
+        self._workers.clear()
+        if not self._loaded.done():
+            self._loaded.set_exception(WorkerEnded(manner))
+
+    def _ask_to_end(self, number: int) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(frame({"end": number}))
+
+    async def _end_supervisor(self) -> None:
+        process, self._process = self._process, None
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(frame({"quit": True}))
+        self._forget("was ended with the run")
+        if process is not None:
+            await asyncio.to_thread(_await_end, process)
+
+    def _interpreter(self) -> list[str]:
+        """Return the command of the supervisor, but for its last argument. Under another interpreter this package alone is
+        found where it is, since the folder may hold others that are not meant for it."""
+        if python := self._settings.python:
+            found = shutil.which(os.path.expanduser(python))
+            if found is None:
+                rule, remedy = "must be an interpreter that can be run", "name one as in /path/to/venv/bin/python"
+                raise ConfigError([Violation.of("environment.python", python, rule, remedy)])
+            return [found, "-c", _BOOT, str(Path(_PACKAGE_PARENT, "skyrl_train"))]
+        return [sys.executable, "-m", "skyrl_train.rollout.hosts.worker"]
+
+    def _log_file(self) -> IO[bytes]:
+        if self._log is None:
+            place = self._settings.log
+            self._log = tempfile.TemporaryFile("a+b") if place is None else place.open("ab")  # noqa: SIM115 - until aclose
+        return self._log
+
+    def _drain(self) -> None:
+        """Wait for what workers have written; not for those that a process of theirs which is left may write."""
+        if self._copier is not None:
+            self._copier.join(_DRAIN_TIMEOUT_S)
+
+    def _last_words(self) -> str:
+        """Return the last lines of the log, for an error message."""
+        self._drain()
+        try:
+            log = self._log_file()
+            with open(f"/proc/self/fd/{log.fileno()}", "rb") as stream:
+                stream.seek(max(0, os.fstat(log.fileno()).st_size - 2000))
+                lines = stream.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        return "Its last words:\n" + "\n".join(lines[-12:])
+
+
+def _append(log: IO[bytes], text: bytes) -> None:
+    """Write to a log, which is emptied before where it has grown large. Raises OSError, ValueError once it is closed."""
+    if os.fstat(log.fileno()).st_size > _MAX_LOG_BYTES:
+        log.truncate(0)
+    log.write(text)
+    log.flush()
+
+
+def _manner(status: int) -> str:
+    """How a process ended, as `subprocess` counts: negative is a signal."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was ended by {name}"
+
+
+def _own_path() -> list[str]:
+    """Return where this process finds modules, without what is installed for its interpreter."""
+    standard = sysconfig.get_path("stdlib")
+    installed = ("site-packages", "dist-packages")
+    apart = (each for each in sys.path if not each.startswith(standard) and not each.endswith(".zip"))
+    return [each for each in apart if not any(name in each for name in installed)]
+
+
+def _environment(variables: Mapping[str, str], *, apart: bool) -> dict[str, str]:
+    """These, with one thread for each of a worker's numerical libraries: there are many workers."""
+    path = os.pathsep.join(filter(None, ["" if apart else _PACKAGE_PARENT, variables.get("PYTHONPATH", "")]))
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**threads, **variables, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_CLOSE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_CLOSE_TIMEOUT_S)
+
+
+def violations_in_process(
+    specs: Sequence[PartSpec], python: str = "", variables: tuple[str, ...] = ()
+) -> list[Violation]:
+    """Return what is wrong with environments, which are imported in a process of their own: an import that exits, crashes
+    or hangs harms nothing here."""
+
+    async def check() -> None:
+        settings = WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python, variables=variables)
+        workers = LocalWorkers(settings)
+        try:
+            await workers.ready()
+        finally:
+            await workers.aclose()
+
+    try:
+        # On a thread: whoever asks may be running an event loop.
+        in_time(lambda: asyncio.run(check()), what="the import of environments", timeout_s=IMPORT_DEADLINE_S)
+    except ConfigError as error:
+        return list(error.violations)
+    except SkyrlTrainError as error:
+        rule, value = "must be importable", ", ".join(map(str, specs))
+        return [Violation(field="environment.env_class", rule=rule, value=value, remedy=str(error))]
+    return []

@@ -1,0 +1,308 @@
+"""Reward functions where they run: what they are, what they need, and one call of one.
+
+Nothing here checks what a function returned: `rollout/boundary/session.py` does, on both sides of a worker's connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, cast
+
+from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.parts import REWARDS
+from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
+from skyrl_train.rollout.rewards import HeldReward
+from skyrl_train.rollout.rewards.peer_rewards import (
+    OF_TRL,
+    OF_VERL,
+    Convention,
+    convention_of,
+    peer_answer,
+    trl_arguments,
+    verl_arguments,
+)
+from skyrl_train.system import install_command
+from skyrl_train.system.sandbox import sandbox
+from skyrl_train.types import ChatMessage
+
+Form = Literal["each", "batched", "group"]
+"""What a function is called with: one trajectory, several, or all of a prompt."""
+OF_PROMPT = ("prompt", "uid")
+OF_TRAJECTORY = ("completion", "completion_messages", "messages", "stop_reason", "response_length", "num_turns")
+PLURALS = {"completions": "completion", "prompts": "prompt"}
+"""Names that functions of several trajectories may use, too."""
+LIBRARIES = {"math_verify": ("math_verify", "math")}
+"""Modules that rewards of this package import where they are used, and the extra that installs them."""
+_GIVEN = (*OF_PROMPT, *OF_TRAJECTORY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFacts:
+    """What a run has to know of a reward function before it is called."""
+
+    form: Form
+    columns: tuple[str, ...]
+    """Columns of the data that it cannot be called without."""
+    convention: Convention = "own"
+    """Whose signature it has."""
+    range: tuple[float, float] | None = None
+    """The lowest and the highest value that it declares; None where it declares none."""
+    counts: tuple[str, ...] = ()
+    """Of the names that it returns, those that are reported and are no rewards."""
+
+
+class SingleTurn:
+    """The environment of a run that has rewards and no environment: one response, and no reward of its own."""
+
+    deterministic = True
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+        """Takes its arguments for the protocol's sake."""
+
+    def init(self, prompt: list[ChatMessage]) -> tuple[list[ChatMessage], dict[str, Any]]:
+        return prompt, {}
+
+    def step(self, _action: str) -> dict[str, Any]:
+        return {"observations": [], "reward": 0.0, "done": True, "metadata": {}}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def get_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class Reported(SingleTurn):
+    """The environment of programs that report their rewards (`generator.agent_loop=agent`)."""
+
+    def step(self, _action: str) -> dict[str, Any]:
+        """Raises ValueError: what was not reported is no reward of 0."""
+        raise ValueError("the agent reported no reward, and nothing else gives one; environment.reward would score it")
+
+
+def reward_function(spec: PartSpec) -> Callable[..., Any]:
+    """Return what `spec` names, made once in a process: a function with its arguments bound, or an object of a class.
+
+    Raises ConfigError where nothing has that name; whatever a constructor raises passes through.
+    """
+    return _made(json.dumps(spec if isinstance(spec, str) else dict(spec), sort_keys=True))
+
+
+@functools.cache
+def _made(spec: str) -> Callable[..., Any]:
+    target, arguments = split_spec(json.loads(spec))
+    part = _part(target, REWARDS.setting)
+    if inspect.isclass(part):
+        made: Any = part(**arguments)
+        return cast("Callable[..., Any]", made)
+    return functools.partial(part, **arguments) if arguments else part
+
+
+def forget_rewards() -> None:
+    """Have those of a run before this one in the same process be made anew."""
+    _made.cache_clear()
+
+
+def _part(target: str, setting: str) -> Callable[..., Any]:
+    """Return the class or function itself. Raises ConfigError naming the setting."""
+    if target not in REWARDS and ":" not in target:
+        raise unknown_name(target, REWARDS, field=setting)
+    part: object = REWARDS[target] if target in REWARDS else import_attr(target, field=setting)
+    if not callable(part):
+        rule, remedy = "must name a function or a class", "point it at the function itself, e.g. my_code:score"
+        raise ConfigError([Violation.of(setting, target, f"{rule}, and this is {type(part).__name__}", remedy)])
+    return cast("Callable[..., Any]", part)
+
+
+def reward_violations(spec: PartSpec, setting: str) -> list[Violation]:
+    """Return what is wrong with the choice of a reward: its name, its arguments, or what its function does not take."""
+    target, arguments = split_spec(spec)
+    try:
+        part = _part(target, setting)
+    except ConfigError as error:
+        return list(error.violations)
+    module, extra = LIBRARIES.get(target, ("", ""))
+    if module and find_spec(module) is None:
+        rule = f"needs the library {module}, which is not installed here"
+        return [Violation.of(setting, target, rule, install_command(extra))]
+    if target == "code" and (found := sandbox.violations(arguments.get("sandbox", "required"), "the reward code")):
+        return found
+    if inspect.isclass(part):
+        if found := list(argument_violations(part, arguments, field=setting, name=target)):
+            return found
+        if not any("__call__" in vars(base) for base in part.__mro__):
+            return [
+                Violation.of(setting, target, "must be callable", "give the class a method __call__(self, completion)")
+            ]
+        if target in REWARDS:  # what is made of ours loads nothing, and refuses arguments
+            try:
+                part(**arguments)
+            except Exception as error:
+                remedy = f"{type(error).__name__}: {error}"
+                return [Violation.of(setting, arguments, f"must be what {target} takes", remedy)]
+        arguments = {}
+    return list(_signature_violations(_own_parameters(part), arguments, setting, target, _form(part)))
+
+
+def _signature_violations(
+    parameters: Sequence[inspect.Parameter], arguments: Mapping[str, Any], setting: str, target: str, form: Form
+) -> Iterator[Violation]:
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    signature = f"{target}({', '.join(str(one).partition(':')[0] for one in parameters)})"
+    first = "completion" if form == "each" else "completions"
+    if not takes_any and not {*OF_TRAJECTORY, *OF_VERL, *(PLURALS if form != "each" else ())} & set(names):
+        remedy = f"name that parameter {first}; docs/rewards.md says what else there is"
+        yield Violation(field=setting, rule=f"must take {first}, by that name", value=signature, remedy=remedy)
+    for one in parameters:
+        if one.kind is one.POSITIONAL_ONLY:
+            rule, remedy = f"is called by keyword, and {one.name} can only be given by position", "drop the / after it"
+            yield Violation(field=setting, rule=rule, value=signature, remedy=remedy)
+    for key, value in arguments.items():
+        if key not in names and not takes_any:
+            rule = f"is no argument of {target}, which takes {', '.join(names) or 'none'}"
+            yield Violation.of(f"{setting}.{key}", value, rule, f"drop {key}, or give the function a parameter for it")
+
+
+def reward_facts(spec: PartSpec) -> RewardFacts:
+    """Return the facts of a reward that has no violations."""
+    target, arguments = split_spec(spec)
+    part = _part(target, REWARDS.setting)
+    bound = set() if inspect.isclass(part) else set(arguments)
+    columns = [
+        one.name
+        for one in _own_parameters(part)
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.default is one.empty
+    ]
+    form, convention = _form(part), _convention(part)
+    of_peers = {"own": (), "trl": OF_TRL, "verl": OF_VERL}[convention]
+    given = {*_GIVEN, *bound, *(PLURALS if form != "each" else ()), *of_peers}
+    # Those of ours that are held say it of their settings; nothing else is made for it.
+    declares = reward_function(spec) if isinstance(part, type) and issubclass(part, HeldReward) else part
+    return RewardFacts(
+        form=form,
+        columns=tuple(name for name in columns if name not in given),
+        convention=convention,
+        range=getattr(declares, "reward_range", None),
+        counts=getattr(declares, "reward_counts", ()),
+    )
+
+
+def call_reward(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> object:
+    """Call a reward function and return what it returned: for one trajectory, or a list for several.
+
+    Args:
+        spec: As in the configuration, without what belongs to the list.
+        prompt: `OF_PROMPT` and every column of the row.
+        samples: `OF_TRAJECTORY` of each trajectory.
+    """
+    score = reward_function(spec)
+    answer = score(**_named(score, prompt, samples))
+    return peer_answer(_convention(score), asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer)
+
+
+async def call_reward_here(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> object:
+    """The same on the running event loop, for the rewards of this package that wait for others."""
+    score = reward_function(spec)
+    answer = score(**_named(score, prompt, samples))
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def _awaited(answer: Any) -> object:
+    return await answer
+
+
+def _named(
+    score: Callable[..., Any], prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the arguments that the function's signature names, in the form that it takes."""
+    form, parameters = _form(score), {one.name: one for one in _parameters(score)}
+    hints, convention = _hints(score), _convention(score)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    of_each = [_as_annotated({**prompt, **sample}, hints, several=form != "each") for sample in samples]
+    if convention == "trl":
+        given = trl_arguments(prompt, samples, as_text=_as_text(hints.get("completions")))
+    elif convention == "verl":
+        given, takes_any = verl_arguments(prompt, samples[0]), False
+    elif form == "each":
+        (given,) = of_each
+    else:
+        singly = (*prompt,) if form == "group" else ()
+        given = {name: of_each[0][name] if name in singly else [one[name] for one in of_each] for name in of_each[0]}
+        given |= {plural: given[name] for plural, name in PLURALS.items()}
+    bound = score.keywords if isinstance(score, functools.partial) else {}
+    return {name: value for name, value in given.items() if name not in bound and (takes_any or name in parameters)}
+
+
+def _as_annotated(facts: dict[str, Any], hints: Mapping[str, Any], *, several: bool) -> dict[str, Any]:
+    """Return the facts of one trajectory with completion and prompt as text or messages."""
+    names = {"completion": ("completion", "completions"), "prompt": ("prompt", "prompts")}
+    wanted = {name: next((hints[each] for each in either if each in hints), None) for name, either in names.items()}
+    last_user = next((m["content"] for m in reversed(facts["prompt"]) if m.get("role") == "user"), "")
+    as_messages = _is_list(wanted["completion"], 2 if several else 1)
+    as_text = wanted["prompt"] is str or (several and wanted["prompt"] == list[str])
+    return {
+        **facts,
+        "completion": facts["completion_messages"] if as_messages else facts["completion"],
+        "prompt": last_user if as_text else facts["prompt"],
+    }
+
+
+def _as_text(hint: Any) -> bool | None:
+    """Whether an annotation of several completions says that each is a text; None where it says nothing."""
+    return False if _is_list(hint, 2) else True if hint == list[str] else None
+
+
+def _is_list(hint: Any, depth: int) -> bool:
+    """Whether an annotation is a list of lists ... `depth` deep."""
+    for _ in range(depth):
+        origin = typing.get_origin(hint) or hint
+        if not (inspect.isclass(origin) and issubclass(origin, Sequence) and not issubclass(origin, str)):
+            return False
+        hint = next(iter(typing.get_args(hint)), None)
+    return True
+
+
+def _form(part: Any) -> Form:
+    """Return the form of a function, with or without arguments bound, of a class or of an object of it."""
+    return _declared_form(part) or ("batched" if _convention(part) == "trl" else "each")
+
+
+def _convention(part: Any) -> Convention:
+    """Return whose signature a reward has; one with a decorator is written for this package."""
+    return "own" if _declared_form(part) else convention_of([one.name for one in _own_parameters(part)])
+
+
+def _declared_form(part: Any) -> Form | None:
+    part = part.func if isinstance(part, functools.partial) else part
+    called = part if inspect.isroutine(part) else (part if inspect.isclass(part) else type(part)).__call__
+    form: Form | None = getattr(called, "reward_form", None)
+    return form
+
+
+def _own_parameters(part: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return those of a function, or of what a class's objects are called with."""
+    return _parameters(part.__call__)[1:] if inspect.isclass(part) else _parameters(part)
+
+
+def _parameters(part: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(part).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C say nothing of their parameters
+        return []
+
+
+def _hints(score: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations; none where their names cannot be found."""
+    part = score.func if isinstance(score, functools.partial) else score
+    try:
+        return typing.get_type_hints(part if inspect.isroutine(part) else type(part).__call__)
+    except Exception:
+        return {}

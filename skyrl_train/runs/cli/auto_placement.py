@@ -1,0 +1,212 @@
+"""`placement=auto`: backend, ranks, engines and what they share, chosen for the GPUs that there are.
+
+    1 GPU, 2 to 8, several nodes  --placement_search.py-->  the form with the least predicted seconds a step that fits
+    supervised                    a rank a GPU, sharded over all
+    a run that goes on            the form that it recorded, where the GPUs are as many
+
+Neither torch nor Ray is imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray
+counts. What cannot fit is refused by name with settings for which the same prediction says that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any, overload
+
+from skyrl_train.config import AnyConfig, Config, SFTConfig, sft_layout
+from skyrl_train.config.derived import gpus_needed
+from skyrl_train.config.models import ROLES, PlacementConfig
+from skyrl_train.errors import ConfigError, Violation, counted
+from skyrl_train.runs.cli.derived import recorded_settings
+from skyrl_train.runs.cli.placement_search import ASSUMED_MEMORY_GB, Search, chosen, even_nodes, sizes_of
+from skyrl_train.system import Devices, local_devices
+
+_COUNT_TIMEOUT_S = 30.0
+"""Deadline of joining a cluster to count its GPUs."""
+
+
+def find_devices(placement: PlacementConfig) -> Devices:
+    """The GPUs to choose for: stated, of the cluster that is joined, or of this machine.
+
+    Raises SkyrlTrainError where a cluster does not answer.
+    """
+    here = local_devices()
+    if placement.num_gpus:
+        per_node, rest = divmod(placement.num_gpus, placement.num_nodes)
+        found = Devices(
+            gpus_per_node=(per_node + bool(rest),) * rest + (per_node,) * (placement.num_nodes - rest),
+            memory_gb=here.memory_gb,
+            source=f"placement.num_gpus={placement.num_gpus}",
+        )
+    elif placement.ray_address:
+        from skyrl_train.cluster import gpus_of_cluster
+
+        gpus = gpus_of_cluster(placement.ray_address, min(_COUNT_TIMEOUT_S, placement.start_timeout_s))
+        found = Devices(gpus_per_node=gpus, memory_gb=here.memory_gb, source=f"the cluster at {placement.ray_address}")
+    else:
+        found = here
+    return replace(found, memory_gb=placement.gpu_memory_gb) if placement.gpu_memory_gb else found
+
+
+@overload
+def place(config: Config, devices: Devices | None = None, *, training: bool = True) -> Config: ...
+@overload
+def place(config: SFTConfig, devices: Devices | None = None, *, training: bool = True) -> SFTConfig: ...
+@overload
+def place(config: AnyConfig, devices: Devices | None = None, *, training: bool = True) -> AnyConfig: ...
+def place(config: AnyConfig, devices: Devices | None = None, *, training: bool = True) -> AnyConfig:
+    """The config with its placement chosen where `placement.auto` asks for it, else as it is.
+
+    Args:
+        devices: to choose for; `find_devices` unless given.
+        training: whether room to train is needed, or the engines only generate.
+
+    Raises ConfigError: there is no GPU, settings contradict the choice, or the models do not fit.
+    """
+    if not config.placement.auto:
+        return config
+    if violations := list(_stated(config.placement)):
+        raise ConfigError(violations)
+    if config.platform.name == "cpu":
+        return _on_cpu(config)
+    devices = devices or find_devices(config.placement)
+    if not devices.num_gpus:
+        raise ConfigError([_no_gpu(config.placement, devices)])
+    if isinstance(config, SFTConfig):
+        return _supervised(config, devices)
+    if training and (recorded := _as_recorded(config, devices)) is not None:
+        return recorded
+    return Search(config, devices, training).chosen()
+
+
+def _stated(placement: PlacementConfig) -> Iterator[Violation]:
+    """What `auto` would overwrite."""
+    default = PlacementConfig()
+    names = [f"{role}_{name}" for role in ROLES for name in ("num_workers", "num_nodes", "num_gpus_per_node")]
+    for name in [*names, "inference_num_nodes", "inference_num_gpus_per_node", "colocate_all"]:
+        value = getattr(placement, name)
+        derived = name.endswith("num_workers") and getattr(placement, name.replace("workers", "gpus_per_node"))
+        if value != getattr(default, name) and not derived:
+            yield Violation(
+                field=f"placement.{name}",
+                rule="is chosen with placement=auto",
+                value=repr(value),
+                remedy=f"add placement=ray to state it, or drop placement.{name}",
+            )
+
+
+def _no_gpu(placement: PlacementConfig, devices: Devices) -> Violation:
+    where = "try platform=cpu, or placement.ray_address=auto on a node of a cluster"
+    return Violation(
+        field="placement.auto",
+        rule=f"must have GPUs to choose for: {devices.source}",
+        value="0 GPUs",
+        remedy="state what is still to come: placement.num_gpus=8 placement.wait_for_nodes_s=600"
+        if placement.ray_address
+        else where,
+    )
+
+
+def _on_cpu(config: AnyConfig) -> AnyConfig:
+    engines = isinstance(config, Config) and config.generator.has_own_devices
+    backend = "ray" if engines or config.placement.ray_address else "inline"
+    return replace(config, placement=chosen(config.placement, backend=backend))
+
+
+def _supervised(config: SFTConfig, devices: Devices) -> SFTConfig:
+    """One process on one GPU, a rank a GPU on several."""
+    nodes, per_node = even_nodes(devices)
+    if nodes * per_node == 1 and not config.placement.ray_address:
+        return replace(config, placement=chosen(config.placement, backend="inline"))
+    strategy = replace(config.strategy, name="fsdp2") if config.strategy.kind == "single" else config.strategy
+    placement = chosen(config.placement, policy_num_nodes=nodes, policy_num_gpus_per_node=per_node)
+    return replace(config, placement=placement, strategy=strategy)
+
+
+def _as_recorded(config: Config, devices: Devices) -> Config | None:
+    """The config with the form that the run which is gone on from has recorded, which is not chosen again; None where it
+    begins anew, or on another number of GPUs."""
+    trainer = config.trainer
+    record = recorded_settings(trainer.resume_mode, trainer.resume_path, config.output_dir)
+    names = {each.name for each in fields(PlacementConfig)}
+    kept = {
+        name
+        for name in names
+        if name == "backend" or name.startswith(("policy_", "critic_", "ref_", "inference_", "colocate_"))
+    }
+
+    def of(section: str, settings: set[str]) -> dict[str, Any]:
+        found = {name: record.get(f"{section}.{name}") for name in settings}
+        return {name: value for name, value in found.items() if value is not None}
+
+    free = Search(config, devices).free
+    if not record or len(placement := of("placement", kept)) < len(kept):
+        return None
+    engines = of("generator.vllm", {"num_engines", "tensor_parallel_size"})
+    found = replace(
+        config,
+        placement=chosen(config.placement, **placement),
+        strategy=replace(config.strategy, **of("strategy", set(free))),
+        generator=replace(config.generator, vllm=replace(config.generator.vllm, **engines)),
+    )
+    nodes, per_node = even_nodes(devices)
+    return found if gpus_needed(found) == nodes * per_node else None
+
+
+def _gpus_of_sft(config: SFTConfig) -> int:
+    return sft_layout(config).num_gpus if config.placement.backend == "ray" else int(config.platform.on_gpu)
+
+
+def room_violations(config: AnyConfig) -> Iterator[Violation]:
+    """A placement, chosen or stated, that needs more GPUs than this machine has for a run of its own."""
+    placement = config.placement
+    if placement.auto or placement.ray_address or config.platform.name == "cpu":
+        return
+    needed = _gpus_of_sft(config) if isinstance(config, SFTConfig) else gpus_needed(config)
+    if needed == 1 and placement.backend == "inline":  # a matter of `platform.device`
+        return
+    devices = local_devices()
+    if needed > devices.num_gpus:
+        yield Violation(
+            field="placement",
+            rule=f"needs {counted(needed, 'GPU')}, and there are {devices.num_gpus} ({devices.source})",
+            value=counted(needed, "GPU"),
+            remedy="try placement=auto, or placement.ray_address=auto on a node of a cluster"
+            if devices.num_gpus
+            else "try platform=cpu, or placement.ray_address=auto on a node of a cluster",
+        )
+
+
+def place_for_plan(config: Config) -> tuple[Config, Devices, list[str]]:
+    """The config with its placement chosen, the devices that were found, and notes on what had to be assumed.
+
+    Raises ConfigError where no placement can be chosen.
+    """
+    notes: list[str] = []
+    if config.platform.name == "cpu":
+        return place(config), Devices(), notes
+    auto, stated_gb = config.placement.auto, config.placement.gpu_memory_gb or config.plan.device_memory_gb
+    devices = replace(found := find_devices(config.placement), memory_gb=stated_gb or found.memory_gb)
+    if auto:
+        if not devices.num_gpus:
+            notes.append(
+                f"{devices.source}. Planning for one GPU; placement.num_gpus=N placement.num_nodes=M state how many"
+            )
+            devices = replace(devices, gpus_per_node=(1,))
+        if not devices.memory_gb:
+            notes.append(
+                f"Planning for GPUs of {ASSUMED_MEMORY_GB:g} GB; placement.gpu_memory_gb=G states what they have"
+            )
+            devices = replace(devices, memory_gb=ASSUMED_MEMORY_GB)
+        if sizes_of(config) is None:
+            notes.append(
+                f"The memory of {config.model.path} is not predicted here, so that engines have one GPU each unless "
+                "generator.vllm.tensor_parallel_size says more; plan.architecture names a model of the same sizes"
+            )
+    config = place(config, devices)
+    if not config.placement.host_memory_gb:
+        config = replace(config, placement=replace(config.placement, host_memory_gb=devices.host_memory_gb))
+    if auto and sizes_of(config) is not None:
+        config = replace(config, plan=replace(config.plan, device_memory_gb=devices.memory_gb))
+    return config, found, notes

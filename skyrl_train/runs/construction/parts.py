@@ -1,0 +1,326 @@
+"""The parts that every kind of run is built of: engines, what makes rollouts, models, where their processes are.
+
+They know only each other's Protocols. Nothing outside `runs/` constructs a trainer, an engine or a transport; a learner is
+constructed by `learner/build.py`, in whichever process it runs. Everything heavy is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from skyrl_train.config import Config
+from skyrl_train.config.algorithm import needs_greedy_sample
+from skyrl_train.config.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.derived import RunModels
+from skyrl_train.config.environment import RewardEntry, reward_entries
+from skyrl_train.config.models import ModelConfig
+from skyrl_train.config.placement import Role
+from skyrl_train.config.rules import mixed_datasets
+from skyrl_train.data import Curriculum
+from skyrl_train.data.sources import IMAGES
+from skyrl_train.inference.vllm import make_tool_parser
+from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
+from skyrl_train.learner import (
+    BaseOfAdapter,
+    CriticLearner,
+    LearnerOnSharedDevice,
+    PolicyLearner,
+    build_learner,
+    build_strategy,
+)
+from skyrl_train.learner.memory import size_run
+from skyrl_train.model import load_tokenizer
+from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reading, vocabulary_size, weights_identity
+from skyrl_train.plan import BatchPlan
+from skyrl_train.registry import TARGET, PartSpec, split_spec
+from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
+from skyrl_train.rollout.hosts import WorkerHost, held_rewards
+from skyrl_train.rollout.rewards import RewardModel
+from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
+from skyrl_train.runs.construction.engines import Engines, build_engines
+from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.trainers import Learners, PromptBatches, RolloutLog, sampling_params
+from skyrl_train.trainers.checkpoints import oldest_step
+from skyrl_train.trainers.evaluation import Evaluator
+from skyrl_train.types import Prompt, RolloutBatch, Tokenizer
+from skyrl_train.weight_sync import DeviceSharing, NoTransport
+
+if TYPE_CHECKING:
+    from skyrl_train.runs.construction.on_ray import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where models and engines of a run are."""
+
+    cluster: Cluster | None = None
+    """Ray's session and what is reserved in it; None in one process."""
+    engines: Engines | None = None
+    """None where nothing is generated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutParts:
+    """What makes rollouts, and how it gets new weights."""
+
+    generator: Generator
+    transport: WeightTransport
+
+
+def build_rollouts(
+    config: Config,
+    recording: ReplayGenerator | None,
+    stack: ExitStack,
+    *,
+    on_progress: Callable[[int, int], None],
+    host: Host,
+) -> RolloutParts:
+    """Return what makes rollouts with the engine of `host`, or reads them from a recording. `stack` closes it."""
+    engines, IMAGES.folder = host.engines, RunFolder(Path(config.output_dir)).images
+    if recording is not None:
+        return RolloutParts(generator=recording, transport=NoTransport())
+    assert engines is not None, "whatever is no recording is an engine"
+    _load_reward_models(config, host, stack)
+    generator = rollout_generator(config, engines.engine, host)
+    generator.on_progress = on_progress
+    stack.callback(generator.close)
+    return RolloutParts(generator=generator, transport=engines.transport)
+
+
+def rollout_generator(config: Config, engine: InferenceEngine, host: Host) -> RolloutGenerator:
+    """Return what makes rollouts with the `engine`, in environments of its own, which end with it."""
+    tokenizer = load_tokenizer(config.model)
+    return RolloutGenerator(
+        engine,
+        tokenizer,
+        config.generator,
+        config.environment,
+        config.seed,
+        vocabulary_size=vocabulary_size(config.model),
+        workers=_environment_workers(config, host),
+        log=Path(config.output_dir) / "environments.log",
+        parse_calls=make_tool_parser(config.environment.tool_format, tokenizer),
+        chat=chat_tokens(config.data, tokenizer, config.model),
+        mix=mixed_datasets(config.data, config.environment, config.generator.sampling)[0],
+    )
+
+
+def build_stream(
+    config: Config,
+    prompts: PromptBatches,
+    curriculum: Curriculum | None,
+    generator: Generator,
+    fingerprint: str,
+    total_steps: int,
+    stack: ExitStack,
+    on_progress: Callable[[int, int], None],
+) -> RolloutStream | None:
+    """Return what makes rollouts while the learner updates; None with `trainer.max_staleness=0`. `stack` ends it.
+
+    `fingerprint` is that of all `prompts`. Raises DataError where the run's folder has a journal of others.
+    """
+    trainer, filters = config.trainer, config.trainer.algorithm.filters
+    if not trainer.max_staleness:
+        return None
+    assert isinstance(generator, RolloutGenerator), "recordings are refused before"
+    settings = StreamSettings(
+        admission=AdmissionSettings(
+            batch_size=trainer.train_batch_size,
+            max_staleness=trainer.max_staleness,
+            stale_groups=trainer.stale_groups,
+            total_batches=total_steps,
+            take_groups=trainer.take_groups,
+            oversample=trainer.oversample,
+            max_discards=None
+            if filters.dynamic_sampling == "none"
+            else filters.dynamic_sampling_max_batches * trainer.train_batch_size,
+            replace_min_share=filters.replace_min_share if filters.dynamic_sampling == "replace" else None,
+        ),
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        sampling=sampling_params(config.generator.sampling),
+        max_failed_fraction=config.environment.max_failed_fraction,
+        filters=filters,
+        samples_greedily=needs_greedy_sample(trainer.algorithm),
+    )
+    folder = RunFolder(Path(config.output_dir))
+    journal = Journal(
+        folder.journal / FILE,
+        prompts=fingerprint,
+        oldest_checkpoint=lambda: oldest_step(folder.checkpoints) if trainer.dump_rollouts else None,
+    )
+    stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress, curriculum=curriculum)
+    stack.callback(stream.close)
+    return stream
+
+
+def chat_tokens(data: DataConfig, tokenizer: Tokenizer, model: ModelConfig) -> ChatTokens:
+    """Return how the prompts of a run become tokens. Raises DataError for an unusable chat template, ModelError for a model
+    of images without its processor."""
+    images = image_reading(model, data.images)
+    return ChatTokens(tokenizer, prompt_format=data.prompt_format, template_kwargs=data.template_kwargs, images=images)
+
+
+def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
+    """Load those that rewards name by a path, here or in actors. Raises ModelError."""
+    environments = [
+        config.environment,
+        *(
+            dataset.environment
+            for dataset in mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
+        ),
+    ]
+    found = {id(reward): reward for each in environments for _, reward in reward_models(each)}
+    for reward in found.values():
+        settings = ScorerSettings(
+            path=reward.path,
+            revision=reward.revision,
+            dtype=reward.dtype,
+            device=reward.device or config.platform.device,
+            max_batch_tokens=reward.max_batch_tokens,
+            label=reward.label,
+            weights=reward.weights,
+        )
+        on_ray = host.cluster if reward.placement == "ray" else None
+        scorer = SequenceScorer(settings) if on_ray is None else on_ray.load_reward_model(settings)
+        stack.callback(scorer.close)
+        reward.use(scorer.score)
+
+
+def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, RewardModel]]:
+    """Return the rewards that a model of this run gives, not one behind a URL."""
+    found = held_rewards(reward_entries(environment))
+    if not found:
+        return []  # the module of reward models imports httpx, which a run without a server can do without
+
+    return [(entry, reward) for entry, reward in found if isinstance(reward, RewardModel) and reward.path]
+
+
+def with_reward_weights(config: Config) -> Config:
+    """Return the configuration in which each reward model of this run has the digest of its weights, so that the run, and
+    whoever resumes it, scores with no others. Raises ModelError."""
+    models = reward_models(config.environment)
+    if not models:
+        return config
+
+    found = {
+        entry.setting: reward.weights or weights_identity(reward.path, reward.revision) for entry, reward in models
+    }
+
+    def pinned(setting: str, spec: PartSpec) -> PartSpec:
+        target, arguments = split_spec(spec)
+        return {TARGET: target, **arguments, "weights": found[setting]} if setting in found else spec
+
+    environment = config.environment
+    rewards = tuple(pinned(f"environment.rewards[{index}]", spec) for index, spec in enumerate(environment.rewards))
+    reward = None if environment.reward is None else pinned("environment.reward", environment.reward)
+    return replace(config, environment=replace(environment, reward=reward, rewards=rewards))
+
+
+def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
+    """Return where environments run, if that is on the nodes of a cluster."""
+    if host.cluster is None or config.environment.placement != "ray":
+        return None
+    return host.cluster.environment_workers(config.environment)
+
+
+def build_host(config: Config, stack: ExitStack) -> Host:
+    """Return Ray's session, where `placement.backend=ray`, and the engine. `stack` ends them."""
+    cluster = None
+    if config.placement.backend == "ray":
+        from skyrl_train.runs.construction.on_ray import Cluster, cluster_settings
+
+        cluster = Cluster(cluster_settings(config), stack)
+    if config.generator.backend == "replay":
+        return Host(cluster=cluster)
+
+    return Host(cluster=cluster, engines=build_engines(config, stack, cluster))
+
+
+def build_learners(models: RunModels, stack: ExitStack, host: Host) -> Learners:
+    """Return the models of a run, on Ray or in this process. `stack` closes them."""
+    engines = host.engines
+    if host.cluster is None:
+        return _inline_learners(models, stack, None if engines is None else engines.sharing)
+    if engines is None:
+        return host.cluster.build_learners(models, stack)
+    return host.cluster.build_learners(models, stack, sharing=engines.sharing, engines=engines.group)
+
+
+def _inline_learners(models: RunModels, stack: ExitStack, sharing: DeviceSharing | None) -> Learners:
+    """Return the models in this process, which share their device with an engine, and each other, as `sharing` says."""
+
+    shared = sharing if sharing is not None and sharing.shared else None
+    if shared is not None:
+        shared.models()
+    built: dict[Role, PolicyLearner | CriticLearner | LearnerOnSharedDevice] = {}
+    for settings in models.learners:
+        learner = build_learner(settings, strategy=build_strategy(settings, torch.device(settings.platform.device)))
+        stack.callback(learner.close)
+        built[settings.role] = learner if shared is None else LearnerOnSharedDevice(learner, shared)
+    policy, reference = cast("PolicyLearner", built["policy"]), cast("PolicyLearner | None", built.get("reference"))
+    base = BaseOfAdapter(policy.forward_base) if models.base_is_reference else None
+    return Learners(policy=policy, reference=base or reference, critic=built.get("critic"))
+
+
+def size_micro_batches(
+    config: Config, plan: BatchPlan, learners: Learners, folder: RunFolder, console: RunConsole
+) -> None:
+    """Size the micro-batches of the learners where they size themselves, as `memory.json` of the folder says or anew."""
+    turns = config.generator.max_turns if config.generator.is_step_wise else 1
+
+    lines = size_run(
+        config.trainer,
+        [each for each in (learners.policy, learners.reference, learners.critic) if each is not None],
+        folder.memory_file,
+        longest=config.generator.max_context_length,
+        max_rows=plan.num_samples_per_batch * turns,
+    )
+    if lines:
+        console.header("memory", lines)
+
+
+def build_evaluator(
+    config: Config,
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    rollout_log: RolloutLog | None,
+    show: Callable[[int, RolloutBatch], None] | None = None,
+) -> Evaluator | None:
+    """`show` is called with the step and the rollouts of each evaluation.
+
+    None where there are no held-out prompts, or where rollouts are replayed and nothing new can be generated.
+    """
+    if not prompts or generator.is_recorded:
+        return None
+    own = None if config.data.mix else config.environment.env_class
+    receivers = [*([rollout_log.write_evaluation] if rollout_log is not None else []), *([show] if show else [])]
+
+    def hand_over(step: int, rollouts: RolloutBatch) -> None:
+        for receive in receivers:
+            receive(step, rollouts)
+
+    return Evaluator(
+        generator,
+        prompts,
+        sampling=sampling_params(config.generator.eval_sampling),
+        n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
+        batch_size=config.trainer.eval_batch_size,
+        env_class=None if own is None else split_spec(own)[0],
+        on_rollouts=hand_over,
+    )
+
+
+def open_rollout_log(config: Config, folder: RunFolder, stack: ExitStack) -> RolloutLog | None:
+    """Return the log of rollouts, which `stack` closes; None with `trainer.dump_rollouts=false`."""
+    if not config.trainer.dump_rollouts:
+        return None
+    log = RolloutLog(folder.rollouts, config.rollouts)
+    stack.callback(log.close)
+    return log

@@ -1,0 +1,260 @@
+"""What changed in the configuration since a checkpoint, and what that means to a run that goes on from there.
+
+Each setting states its class beside its declaration (`config/fields/facts.py: Resume`). Here two configurations are
+compared, one setting at a time, and what depends on the rest of the run is decided: a setting that a schedule, the
+closing of steps or the presence of a model makes more, or less, than its class says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from skyrl_train.config import AnyConfig, Config
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.derived import reference_is_base
+from skyrl_train.config.door import as_typed
+from skyrl_train.config.fields import ForksWhere, Interchangeable, Resume, SchemaField, fact, seam_of, walk
+from skyrl_train.errors import Violation
+from skyrl_train.registry import TARGET
+from skyrl_train.telemetry.logs import REDACTED, redact
+from skyrl_train.trainers.checkpoints.state import plain
+
+Flat = Mapping[str, Any]
+"""Settings by their dotted names, as `flat_config` gives them."""
+_ANY_TEXT = r'(?:[^"\\]|\\.)*'
+ABSENT = object()
+"""Stands for the value of an entry that a mapping of the user's does not have."""
+
+START_ANEW = "start over with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeSettings:
+    """What a run that begins, or goes on, says of its configuration."""
+
+    mode: Literal["latest", "none", "from_path", "fork"]
+    path: str
+    """`trainer.resume_path`; may be empty."""
+    settings: Flat
+    schema: type
+    """The root of the configuration: what a setting's class and default are found in."""
+    algorithm: AlgorithmConfig | None
+    """None in supervised training."""
+    reference_is_base: bool
+    """Whether the reference is the model under the policy's adapter."""
+
+
+def resume_settings(config: AnyConfig) -> ResumeSettings:
+    """The settings of `config` as resuming, and checkpoints, record and compare them."""
+    of_rl = config if isinstance(config, Config) else None
+    return ResumeSettings(
+        mode=config.trainer.resume_mode,
+        path=config.trainer.resume_path,
+        settings=flat_config(config),
+        schema=type(config),
+        algorithm=None if of_rl is None else of_rl.trainer.algorithm,
+        reference_is_base=of_rl is not None and reference_is_base(of_rl),
+    )
+
+
+def flat_config(config: AnyConfig) -> dict[str, Any]:
+    """Every setting by its dotted name, e.g. `trainer.train_batch_size`, as JSON values, secrets redacted."""
+    flat: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value):
+                walk(f"{name}.{key}" if name else str(key), value[key])
+        else:
+            flat[name] = value
+
+    walk("", json.loads(json.dumps(redact(dataclasses.asdict(config)), default=plain)))
+    return flat
+
+
+def begin_another(checkpoint: Path) -> str:
+    """The advice where only a new run can begin at a checkpoint."""
+    fork = f"trainer.resume_mode=fork trainer.resume_path={checkpoint}"
+    return f"begin another run there with {fork} and another output_dir=..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One setting whose value is another than in the checkpoint."""
+
+    setting: str
+    """Dotted name; for a mapping of the user's, that of the entry."""
+    was: Any
+    now: Any
+    resume: Resume
+    is_gone: bool = False
+    """Whether the setting is no longer in the schema, so that nobody can give it its old value again."""
+
+    def line(self) -> str:
+        """`trainer.policy.optimizer.lr was 1e-06 and is 2e-06`."""
+        return f"{self.setting} was {_shown(self.was)} and is {_shown(self.now)}"
+
+    def violation(self, checkpoint: Path) -> Violation:
+        """Why the run cannot go on from the checkpoint, and what can be done."""
+        was = _shown(self.was)
+        if self.is_gone:
+            return Violation(
+                field=self.setting,
+                rule=f"is a setting no more; it was {was} when {checkpoint} was written",
+                value=_shown(self.now),
+                remedy=f"Resume with the version of skyrl_train that wrote the checkpoint, or {begin_another(checkpoint)}, "
+                f"or {START_ANEW}",
+            )
+        rule = f"must be as it was when {checkpoint} was written, which is {was}"
+        ways = [f"Drop {self.setting}" if self.was is ABSENT else f"Set {self.setting}={was}"]
+        if self.resume is Resume.FIXED:
+            rule += ": shapes of its tensors, or the meaning of its token ids, follow from this"
+        else:
+            ways.append(begin_another(checkpoint))
+        return Violation(
+            field=self.setting, rule=rule, value=_shown(self.now), remedy=f"{', or '.join(ways)}, or {START_ANEW}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the change for the run's record, with null for an entry that is not there."""
+        return {
+            "setting": self.setting,
+            "was": None if self.was is ABSENT else self.was,
+            "is": None if self.now is ABSENT else self.now,
+        }
+
+
+def changes_since(recorded: Flat, settings: Flat, root: type) -> list[Change]:
+    """The `settings` of a run that differ from those in a checkpoint, by name, each with what that means here. `root` is
+    the schema of both.
+
+    A setting that the checkpoint does not name is younger than it and had its default then. One that is no longer in the
+    schema cannot be given again, and forks.
+    """
+    old, new = (_whole(_redacted(flat), root) for flat in (_complete(recorded, root), settings))
+    return [
+        Change(
+            setting=name,
+            was=old.get(name, ABSENT),
+            now=new.get(name, ABSENT),
+            resume=_meaning(name, old, new, root),
+            is_gone=_field_of(name, root) is None,
+        )
+        for name in sorted({*old, *new})
+        if not _is_same(old.get(name, ABSENT), new.get(name, ABSENT))
+    ]
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    """Whether two values are one, as far as is known: what was a secret to one process need not be to another."""
+    if was == now or ABSENT in (was, now):
+        return bool(was == now)
+    texts = [json.dumps(each, sort_keys=True) for each in (was, now)]
+    patterns = [_ANY_TEXT.join(map(re.escape, text.split(REDACTED))) for text in texts]
+    return any(re.fullmatch(pattern, other) for pattern, other in zip(patterns, reversed(texts)))
+
+
+def _redacted(flat: Flat) -> dict[str, Any]:
+    """Without secrets on both sides: what an older version recorded of one must not differ from what this one does."""
+    return {name: redact(value, name.rpartition(".")[2]) for name, value in flat.items()}
+
+
+def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
+    """The class of a changed setting in this run."""
+    field = _field_of(name, root)
+    if field is None or field.resume is None:
+        return Resume.FORKS
+    was_read, is_read = (_is_read(field, flat) for flat in (old, new))
+    if not was_read and not is_read:
+        return Resume.FREE
+    if field.resume is Resume.FIXED and not was_read:
+        return Resume.FORKS  # the checkpoint holds nothing that could fail to fit
+    alike = fact(field.annotation, Interchangeable)
+    if alike is not None and old.get(name) in alike.values and new.get(name) in alike.values:
+        return Resume.LAYOUT
+    where = fact(field.annotation, ForksWhere)
+    if where is ForksWhere.SCHEDULE_ENDS and _schedule_ends(new):
+        return Resume.FORKS
+    if where is ForksWhere.DOCUMENTS_CLOSE_STEPS and new["trainer.docs_per_step"]:
+        return Resume.FORKS
+    return field.resume
+
+
+def _is_read(field: SchemaField, flat: Flat) -> bool:
+    """Return whether anything in a run with these settings reads the field."""
+    return all(flat.get(condition) for condition in field.read_with if condition != field.path)
+
+
+def _schedule_ends(flat: Flat) -> bool:
+    """Return whether the learning rate of any optimizer that is used depends on the number of steps."""
+    return any(
+        schedule != "constant"
+        for name, schedule in flat.items()
+        if name.endswith("optimizer.schedule") and (flat.get("critic.model.path") or not name.startswith("critic."))
+    )
+
+
+def _complete(recorded: Flat, root: type) -> dict[str, Any]:
+    """With today's default for every field of which the checkpoint has nothing."""
+    stated = {_path_of(name, root) for name in recorded}
+    defaults = {name: value for name, value in _defaults(root).items() if _path_of(name, root) not in stated}
+    return {**defaults, **recorded}
+
+
+@cache
+def _defaults(root: type) -> Flat:
+    return flat_config(root())
+
+
+def _whole(flat: Flat, root: type) -> dict[str, Any]:
+    """A part with its arguments (`{_target_: ..., tau: 0.3}`) as one value; mappings of the user's entry by entry."""
+    whole: dict[str, Any] = {}
+    for name, value in flat.items():
+        field = _field_of(name, root)
+        if field is None or name == field.path or seam_of(field.annotation) is None:
+            whole[name] = value
+        else:
+            whole.setdefault(field.path, {})[name.removeprefix(f"{field.path}.")] = value
+    return {name: _without_free(value, _field_of(name, root)) for name, value in whole.items()}
+
+
+def _without_free(value: Any, field: SchemaField | None) -> Any:
+    """Return a part, or a list of them, without the arguments on which nothing that is learnt depends."""
+    seam = None if field is None else seam_of(field.annotation)
+    if seam is None:
+        return value
+    if isinstance(value, list):
+        return [_without_free(each, field) for each in value]
+    builtin = seam.builtins.get(str(value.get(TARGET))) if isinstance(value, Mapping) else None
+    free = builtin.free if builtin is not None else frozenset()
+    return {key: each for key, each in value.items() if key.partition(".")[0] not in free} if free else value
+
+
+def _path_of(name: str, root: type) -> str:
+    field = _field_of(name, root)
+    return name if field is None else field.path
+
+
+def _field_of(name: str, root: type) -> SchemaField | None:
+    """The field that a flat name belongs to: itself, or the mapping whose entry it is; None for a name that is unknown."""
+    fields = _fields(root)
+    parts: Sequence[str] = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((fields[prefix] for prefix in prefixes if prefix in fields), None)
+
+
+@cache
+def _fields(root: type) -> dict[str, SchemaField]:
+    return {field.path: field for field in walk(root) if not field.section}
+
+
+def _shown(value: Any) -> str:
+    """Return the value as it is typed on the command line."""
+    return "not set" if value is ABSENT else as_typed(value)

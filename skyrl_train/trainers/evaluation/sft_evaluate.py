@@ -1,0 +1,155 @@
+"""Held-out loss of supervised training, by set and over all of them, and what follows from it: best step, early stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.data import one_ahead
+from skyrl_train.data.sft import ExampleSet, example_batch
+from skyrl_train.interfaces import Learner
+
+DECLARED_METRICS = """
+eval/loss | nats | Mean cross-entropy of a held-out token. | evaluations of supervised training | TRL `eval_loss`
+eval/perplexity | | Its exponential. | evaluations of supervised training
+eval/<part>/{loss,perplexity} | | The same of one held-out data set. | where there are several
+"""
+
+LOSS = "eval/loss"
+"""Over all sets, every trained token the same weight."""
+_LARGEST_EXPONENT = 700.0
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetLoss:
+    """The loss of one held-out set."""
+
+    total: float
+    """Sum of the negative log-probabilities of its trained tokens."""
+    num_tokens: int
+    """With loss."""
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.num_tokens
+
+
+class SFTEvaluator:
+    """Measures the loss of a learner's present weights on held-out sets."""
+
+    def __init__(self, sets: Mapping[str, ExampleSet], *, batch_size: int, is_async: bool) -> None:
+        """`batch_size` counts examples; it changes the loss by rounding at most. `is_async`: while one batch is scored,
+        the next is made."""
+        self.sets = dict(sets)
+        self._size = batch_size
+        self._is_async = is_async
+
+    def evaluate(self, learner: Learner, *, step: int, on_progress: Progress) -> dict[str, float]:
+        """`eval/loss`, `eval/perplexity`, and the same by set (`eval/NAME/loss`) where there is more than one."""
+        batches = [
+            (name, start) for name, examples in self.sets.items() for start in range(0, len(examples), self._size)
+        ]
+
+        def batch_of(number: int) -> TrainingInputBatch:
+            name, start = batches[number]
+            examples = self.sets[name]
+            return example_batch(examples, np.arange(start, min(start + self._size, len(examples))), step=step)
+
+        parts: dict[str, list[SetLoss]] = {name: [] for name in self.sets}
+        with closing(one_ahead(batch_of, len(batches), is_async=self._is_async)) as made:
+            for number, batch in enumerate(made):
+                logprobs = learner.forward(batch)[batch["loss_mask"]]
+                loss = SetLoss(total=-float(logprobs.double().sum()), num_tokens=len(logprobs))
+                parts[batches[number][0]].append(loss)
+                on_progress(number + 1, len(batches))
+        losses = {name: _joined(of_set) for name, of_set in parts.items()}
+        metrics = _metrics("eval", _joined(losses.values()))
+        if len(losses) > 1:
+            for name, loss in losses.items():
+                metrics |= _metrics(f"eval/{name}", loss)
+        return metrics
+
+
+def _joined(parts: Iterable[SetLoss]) -> SetLoss:
+    listed = list(parts)
+    return SetLoss(total=math.fsum(part.total for part in listed), num_tokens=sum(part.num_tokens for part in listed))
+
+
+def _metrics(prefix: str, loss: SetLoss) -> dict[str, float]:
+    perplexity = math.exp(min(loss.mean, _LARGEST_EXPONENT)) if math.isfinite(loss.mean) else math.nan
+    return {f"{prefix}/loss": loss.mean, f"{prefix}/perplexity": perplexity}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossHistory:
+    """The held-out losses of a run so far. They are read from its record, so that a resumed run knows them too."""
+
+    entries: tuple[tuple[int, float], ...] = ()
+    """(step, loss), steps ascending; the evaluation before training is not among them."""
+
+    @staticmethod
+    def of(records: Sequence[Mapping[str, Any]]) -> LossHistory:
+        """From the lines of `metrics.jsonl`."""
+        return LossHistory(
+            entries=tuple(
+                (record["step"], float(record[LOSS]))
+                for record in records
+                if record["step"] > 0 and record.get(LOSS) is not None
+            )
+        )
+
+    def plus(self, step: int, loss: float) -> LossHistory:
+        """With one more; a loss that is not finite is none."""
+        return LossHistory(entries=(*self.entries, (step, loss))) if math.isfinite(loss) else self
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the lowest loss, the earliest of equals; None before the first evaluation."""
+        return min(self.entries, key=lambda entry: entry[1])[0] if self.entries else None
+
+    def should_stop(self, *, patience: int, min_delta: float) -> bool:
+        """Return whether the last `patience` evaluations brought no loss that is lower by more than `min_delta`; never for a
+        patience of 0."""
+        if patience == 0:
+            return False
+        best, since = math.inf, 0
+        for _, loss in self.entries:
+            better = loss < best - min_delta
+            best, since = (loss, 0) if better else (best, since + 1)
+        return since >= patience
+
+
+def evaluation_line(metrics: Mapping[str, float], *, step: int) -> str:
+    """`evaluation at step 10: loss 0.4321, perplexity 1.54; train 0.4100, test 0.4500`."""
+    by_set = [
+        f"{name.removeprefix('eval/').removesuffix('/loss')} {value:.4f}"
+        for name, value in metrics.items()
+        if name.endswith("/loss") and name != LOSS
+    ]
+    line = f"evaluation at step {step}: loss {metrics[LOSS]:.4f}, perplexity {metrics['eval/perplexity']:.4g}"
+    return f"{line}; {', '.join(by_set)}" if by_set else line
+
+
+def evaluation_table(records: Sequence[Mapping[str, Any]]) -> Table | None:
+    """The first evaluation of the record and the last, side by side; None where there are not two."""
+    evaluated = [record for record in records if record.get(LOSS) is not None]
+    if len(evaluated) < 2:
+        return None
+    before, after = evaluated[0], evaluated[-1]
+    table = Table(title="Held-out loss", box=box.SIMPLE_HEAD, title_style="bold")
+    for heading in ("", f"before (step {before['step']})", f"after (step {after['step']})", "change"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name in sorted(name for name in after if name.startswith("eval/") and before.get(name) is not None):
+        old, new = float(before[name]), float(after[name])
+        table.add_row(name.removeprefix("eval/"), f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}")
+    return table

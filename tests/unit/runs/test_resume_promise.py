@@ -1,0 +1,49 @@
+"""What the first lines of a run and its `plan.json` say of a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.config import Config
+from skyrl_train.config.models import GeneratorConfig, PlatformConfig, SamplingConfig
+from skyrl_train.runs.common import resume_promise
+from skyrl_train.runs.rl import describe
+
+GPU = PlatformConfig(name="gpu", device="cuda:0")
+ENGINE_SEEDS = GeneratorConfig(backend="vllm", seeds="engine")
+
+
+@pytest.mark.parametrize(
+    ("config", "promise"),
+    [
+        (Config(), "identical"),
+        (Config(platform=GPU, deterministic=True), "identical (deterministic=true)"),
+        (Config(platform=GPU), "identical in data, prompts and seeds, not in rounding (deterministic=false)"),
+        (
+            Config(generator=ENGINE_SEEDS),
+            "not identical: samples are left to the engine's own seed (generator.seeds=engine)",
+        ),
+        (
+            Config(generator=ENGINE_SEEDS, platform=GPU, deterministic=True),
+            "not identical: samples are left to the engine's own seed (generator.seeds=engine)",
+        ),
+    ],
+)
+def test_a_resume_is_promised_to_be_what_it_is(config: Config, promise: str) -> None:
+    own_seeds = config.generator.seeds == "engine"
+    assert resume_promise(config, engine_seeds=own_seeds) == promise
+    assert f"resume      {promise}" in describe(config) or promise == "identical"
+
+
+def test_seeds_of_requests_promise_nothing_less() -> None:
+    config = replace(Config(), generator=replace(ENGINE_SEEDS, seeds="request"))
+    assert not any(line.startswith("resume") for line in describe(config))
+
+
+def test_how_evaluation_samples_is_told_where_it_differs() -> None:
+    shorter = replace(Config().generator, eval_sampling=SamplingConfig(max_generate_length=16))
+    told = [line for line in describe(replace(Config(), generator=shorter)) if line.startswith("evaluation")]
+    assert told == ["evaluation  samples with max_generate_length=16 (training: 64)"]
+    assert not any(line.startswith("evaluation") for line in describe(Config()))
