@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ from skyrl_train.selftest import measure
 from skyrl_train.selftest.cases import CASES, Case, chosen_cases
 from skyrl_train.selftest.machine import Machine
 from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body, run_case, work, work_on
+from skyrl_train.system.processes import answer
 
 STATUS_FAILED, STATUS_UNUSABLE, STATUS_INTERRUPTED = 1, 2, 130
 _DETECT_DEADLINE_S = 180.0
@@ -50,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--budget", type=float, default=600.0, metavar="S", help="seconds, with --measure (default 600)"
     )
+    parser.add_argument("--tiny", action="store_true", help="with --measure: tiny sizes on a GPU, too, to rehearse it")
     parser.add_argument("--output", type=Path, default=Path("measured"), metavar="FOLDER", help="with --measure")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="with --measure: a page whose table is written, too")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -85,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(machine.lines())
     if options.measure:
         try:
-            cases = chosen_cases(options.only, measure.pieces(machine, options.output))
+            cases = chosen_cases(options.only, measure.pieces(machine, options.output, tiny=options.tiny))
         except ValueError as error:
             parser.error(str(error))
     started = time.monotonic()
@@ -103,9 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(cases: Sequence[Case], machine: Machine, options: argparse.Namespace, results: list[CaseResult]) -> bool:
-    """Run the cases one after the other, and write the `results` so far after each; whether Ctrl-C ended that."""
+    """Run the cases one after the other, and write the `results` so far after each; whether a signal ended that."""
     started, shared = time.monotonic(), SharedProcess()
     ends = started + (options.budget if options.measure else math.inf)
+    before = answer(
+        signal.default_int_handler
+    )  # SIGTERM of `timeout` and of schedulers, too: no process is left behind
     try:
         for case in cases:
             left_s = ends - time.monotonic()
@@ -123,6 +129,8 @@ def _run(cases: Sequence[Case], machine: Machine, options: argparse.Namespace, r
         return True
     finally:
         shared.close()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     return False
 
 

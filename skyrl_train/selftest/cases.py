@@ -53,8 +53,8 @@ class Case:
     processes: Literal["one", "two_on_one_device", "each_device"] = "one"
     """`each_device`: a rank for each CUDA device, up to eight; two ranks on a CPU."""
     shares_process: bool = False
-    """Whether its one process may have run other cases before: one that measures no memory, counts no compilation and leaves
-    nothing behind."""
+    """Whether its process may have run other cases before, where it has one: a case that measures no peak of memory, counts
+    no compilation and leaves nothing behind."""
     packages: Sequence[str] = ()
     """Modules that must be installed beside torch and transformers."""
     cuda_only: bool = False
@@ -116,6 +116,7 @@ def _strategies() -> list[Case]:
             body="ranks:strategy_step",
             arguments={"name": name, "dtype": dtype},
             processes="each_device",
+            shares_process=True,
         )
         for name, dtype in (
             ("fsdp2", "float32"),
@@ -143,8 +144,8 @@ CASES: tuple[Case, ...] = (
     Case(name="compile", body="learners:compiled_layers", deadline_s=600.0),
     Case(name="ipc/without_importer", body="ranks:export_without_importer"),
     Case(name="ipc/with_importer", body="ranks:export_and_import", processes="two_on_one_device"),
-    Case(name="groups/default", body="ranks:default_group", processes="each_device"),
-    Case(name="groups/weights", body="ranks:weight_group", processes="each_device"),
+    Case(name="groups/default", body="ranks:default_group", processes="each_device", shares_process=True),
+    Case(name="groups/weights", body="ranks:weight_group", processes="each_device", shares_process=True),
     *_strategies(),
     *(
         Case(

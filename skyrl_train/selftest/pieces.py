@@ -39,11 +39,10 @@ _ROWS = 8
 _NO_LOSS = LossDenominators(num_tokens=0, num_sequences=0, num_rows=0, num_prompts=0)
 
 
-def products(context: Context) -> Found:
+def products(context: Context, *, side: int, read_numbers: int) -> Found:
     """A large matrix product, starting a kernel, and reading memory."""
-    side, numbers = (8192, 1 << 30) if context.on_cuda else (512, 1 << 22)
     left, right = (torch.randn(side, side, device=context.device, dtype=_dtype(context)) for _ in range(2))
-    read, one = (torch.ones(count, device=context.device, dtype=_dtype(context)) for count in (numbers, 1))
+    read, one = (torch.ones(count, device=context.device, dtype=_dtype(context)) for count in (read_numbers, 1))
     flops = 2.0 * side**3 / _best_s(context, lambda: left @ right, rounds=7)
     kernel_s = _best_s(context, lambda: [one.add(one) for _ in range(500)]) / 500
     read_bytes = read.nbytes / _best_s(context, read.sum)
@@ -132,13 +131,12 @@ def update(
     return found | {"figure": f"{figure}, predicted {predicted}"}
 
 
-def copies(context: Context) -> Found:
+def copies(context: Context, *, num_bytes: int) -> Found:
     """Between pinned memory of the host and the device."""
-    size = 1 << (30 if context.on_cuda else 24)
-    host = torch.zeros(size, dtype=torch.uint8, pin_memory=context.on_cuda)
-    device = torch.zeros(size, dtype=torch.uint8, device=context.device)
-    there = size / _best_s(context, lambda: device.copy_(host, non_blocking=True))
-    back = size / _best_s(context, lambda: host.copy_(device, non_blocking=True))
+    host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=context.on_cuda)
+    device = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
+    there = num_bytes / _best_s(context, lambda: device.copy_(host, non_blocking=True))
+    back = num_bytes / _best_s(context, lambda: host.copy_(device, non_blocking=True))
     figure = f"{there / 1e9:.3g} GB/s to the device, {back / 1e9:.3g} GB/s back"
     return {"figure": figure, "to_device_bytes": there, "to_host_bytes": back}
 

@@ -90,7 +90,7 @@ def run_case(case: Case, machine: Machine, shared: SharedProcess | None = None) 
         case.arguments,
         deadline_s=case.deadline_s,
         devices=_devices(case, machine),
-        shared=shared if case.shares_process else None,
+        shared=shared if case.shares_process and case.num_processes(machine) == 1 else None,
     )
 
 

@@ -32,6 +32,7 @@ MIB = 1 << 20
 @pytest.fixture
 def device() -> torch.device:
     set_numerics(deterministic=False)
+    torch.cuda.init()  # statistics of a device that nothing has used yet cannot be reset
     torch.cuda.empty_cache()
     return torch.device("cuda:0")
 

@@ -226,6 +226,8 @@ class _Counted:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a meter what operations return."""
 
+    supports_higher_order_operators = True  # flex attention is one
+
     def __init__(self, meter: CountingMeter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter

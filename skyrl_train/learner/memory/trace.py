@@ -12,6 +12,7 @@ gather and sum on the way comes on top, counted. Of the tiles of logits, which a
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -181,8 +182,10 @@ def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
         _hooks_of_shards_off(engine.model),
         _nothing_packed(),
         torch.compiler.set_stance("force_eager"),
+        warnings.catch_warnings(),
         engine.traced(own, computing),
     ):
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")  # nothing is computed
         yield list({id(each): each for each in named.values()}.values())
 
 
@@ -255,6 +258,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A pass reads numbers of them for metrics, and for checks that hold; sizes never depend on one, or the pass would wait
     for its device. And torch states the shape of a product of experts for bfloat16 alone, though it multiplies others.
     """
+
+    supports_higher_order_operators = True  # flex attention is one
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

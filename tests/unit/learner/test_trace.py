@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from skyrl_train.learner.memory.sizing import hold_everything
 from skyrl_train.learner.memory.trace import StepTrace
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model import load_causal_lm, load_value_model
+from skyrl_train.model.layers import flex
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.parts import POLICY_LOSSES
 from tests.support.layout_cases import close
@@ -91,6 +94,25 @@ def test_rows_of_unequal_length_and_trees_are_traced_too(folder: Path) -> None:
     for shared in (0, 12):
         found = traced.probe_lengths([24, 16, 13], training=False, shared=shared)
         assert found == measured.probe_lengths([24, 16, 13], training=False, shared=shared)
+
+
+def test_flex_attention_is_traced_too_and_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As trees on a CUDA device are. torch hands it to a dispatch mode that says so, as an operation of higher order."""
+
+    def attend(*tensors: Any, read: object, **terms: Any) -> torch.Tensor:
+        del read
+        return flex(*tensors, compiled=True, **terms)
+
+    measured, traced = probers(policy(folder, layout="prefix_shared"))
+    usual = measured.probe_lengths([24, 16, 13], training=False, shared=12)
+    monkeypatch.setattr("skyrl_train.model.layers.attention._attend", attend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = traced.probe_lengths([24, 16, 13], training=False, shared=12)
+    assert usual is not None
+    assert found is not None
+    assert found.positions == usual.positions
+    assert found.peak_bytes == pytest.approx(usual.peak_bytes, rel=0.2)
 
 
 def test_a_trace_leaves_the_learner_as_it_was(folder: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.process_trees import is_running
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -31,6 +33,19 @@ def test_a_piece_or_a_device_that_there_is_not_is_refused_before_anything_runs(t
     assert ran.stdout == ""
     ran = proof(tmp_path / "out", DEVICE="tpu")
     assert "DEVICE=tpu: choose cuda or cpu" in ran.stderr
+
+
+def test_what_a_piece_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """In a session of its own, as workers are, which no signal of `timeout` reaches."""
+    python, left = tmp_path / "python", tmp_path / "left"
+    python.write_text(f"""#!/bin/sh
+[ -z "$GPU_PROOF" ] || {{ setsid sleep 600 & echo $! >{left}; }}
+exec {sys.executable} "$@"
+""")
+    python.chmod(0o755)
+    ran = proof(tmp_path / "out", "selftest", PYTHON=str(python), SELFTEST_ARGS="--only nothing")
+    assert ran.returncode == 1
+    assert not is_running(int(left.read_text()))
 
 
 @pytest.mark.slow

@@ -103,6 +103,16 @@ def test_what_is_worth_most_comes_first_and_each_piece_has_a_name_of_its_own(tmp
     assert USUAL in [case.name for case in pieces(CPU, tmp_path)][:4]
 
 
+def test_a_rehearsal_on_a_gpu_has_the_sizes_of_a_cpu_and_decides_nothing(tmp_path: Path, cache: Path) -> None:
+    cases = pieces(H100, tmp_path, tiny=True)
+    assert cases == pieces(CPU, tmp_path)
+    found = [passed("products", linear_flops=1.0, kernel_s=1.0, read_bytes=1.0)]
+    found.append(passed("attention/flash/tiny", flops=1.0))
+    write(cases, found, H100, tmp_path, None)
+    assert json.loads((tmp_path / "rates.json").read_text())["rates"]["attention_flops"] == 1.0
+    assert not cache.exists()
+
+
 def test_without_time_no_piece_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--measure", "--device", "cpu", "--budget", "0", "--output", str(tmp_path / "out")]) == 0
     assert "measured  0 of 30 pieces" in capsys.readouterr().out

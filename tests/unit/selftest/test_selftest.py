@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from skyrl_train.selftest.__main__ import main
 from skyrl_train.selftest.cases import CASES, Case, Context, chosen_cases
 from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_reference, require_gradient, save_model
 from skyrl_train.selftest.machine import Machine, unsupported_versions
-from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body
+from skyrl_train.selftest.processes import CaseResult, SharedProcess, run_body, run_case
 from tests.support.machines import CPU, gpus
+from tests.support.process_trees import command_line, descendants, is_running
 
 BODIES = "tests.support.selftest_bodies"
 
@@ -131,6 +134,20 @@ def test_ranks_are_one_for_each_device_and_two_without_any() -> None:
     assert [case.num_processes(machine) for machine in (CPU, gpus(1), gpus(4), gpus(16))] == [2, 1, 4, 8]
 
 
+def test_on_one_gpu_cases_of_a_rank_for_each_device_share_a_process() -> None:
+    case = Case(name="x", body=f"{BODIES}:process_id", processes="each_device", shares_process=True)
+    shared = SharedProcess()
+    try:
+        found = [run_case(case, machine, shared) for machine in (gpus(1), gpus(1), gpus(2), CPU)]
+    finally:
+        shared.close()
+    assert [result.outcome for result in found] == ["pass"] * 4
+    assert found[0].detail == found[1].detail
+    assert len({result.detail for result in found}) == 3
+    own = [case for case in CASES if not case.shares_process and case.min_devices < 2]
+    assert len(own) <= 8, "each takes seconds to import torch and to begin CUDA"
+
+
 def test_names_choose_cases_and_groups_of_them() -> None:
     assert [case.name for case in chosen_cases(["sft", "kernels/padded"])] == [
         "kernels/padded/float32",
@@ -210,6 +227,34 @@ def test_an_unknown_case_is_refused_before_anything_runs(capsys: pytest.CaptureF
         main(["--only", "nothing"])
     assert ended.value.code == 2
     assert "no such case" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_running_case_with_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` or a scheduler sends it: what were left would hold the GPU."""
+    case = Case(name="hangs", body=f"{BODIES}:hangs_with_a_child", deadline_s=30.0)
+    monkeypatch.setattr("skyrl_train.selftest.__main__.chosen_cases", lambda *_: [case])
+    hanging: list[int] = []
+
+    def end_once_it_hangs() -> None:
+        ends = time.monotonic() + 25
+        while not hanging and time.monotonic() < ends:
+            time.sleep(0.1)
+            hanging.extend(pid for pid in descendants(os.getpid()) if "time.sleep(600)" in command_line(pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # where nothing answers, the test goes on
+    ender = threading.Thread(target=end_once_it_hangs)
+    try:
+        ender.start()
+        assert main(["--device", "cpu"]) == 130
+    finally:
+        ender.join()
+        signal.signal(signal.SIGTERM, before)
+    ends = time.monotonic() + 10
+    while any(map(is_running, hanging)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert len(hanging) == 1
+    assert not is_running(hanging[0])
 
 
 @pytest.mark.nightly
