@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
-from skyrl_train.config.door import Conversion, Loaded, read_root
+from skyrl_train.config.door import Loaded, read_root
 from skyrl_train.config.fields import (
     Rule,
     SchemaField,
@@ -191,11 +190,11 @@ class CommandLine:
         value = override.value()
         if not isinstance(value, dict):
             return True
-        conversion = Conversion(self._root.schema)
-        conversion.section(strip(section.annotation), value, f"{section.path}.")
-        for violation in conversion.violations:
+        schema = strip(section.annotation)
+        violations = read_root(value, schema, at=section.path, root=self._root.schema).violations
+        for violation in violations:
             self._found.setdefault(str(violation), violation)
-        return not conversion.violations
+        return not violations
 
     # Composition and values
 
@@ -260,7 +259,7 @@ class CommandLine:
         tree = value
         for part in reversed(key.split(".")):
             tree = {part: tree}
-        violations = read_root(cast(dict[str, object], tree), self._root.schema).violations
+        violations = read_root(tree, self._root.schema).violations
         return [each for each in violations if each.field == key and each.rule != "is not a setting"]
 
     def _compose(self, overrides: Sequence[Override]) -> DictConfig | None:
