@@ -2,7 +2,7 @@
 
     command line --preflight--> every problem with it at once, before torch is imported
                  --Hydra-->     one composed config, one run folder
-                 --run-->       data, plan, parts (runs/rl.py), training (trainers/ppo.py)
+                 --run-->       resolved, data, plan (runs/drive.py), parts (runs/rl.py), steps (trainers/ppo.py)
 
 Exit status: 0 done; 2 something the user can fix; 1 a defect, with its traceback; 128 and the number of the signal where
 one stopped the run (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1), in its steps with a checkpoint written.

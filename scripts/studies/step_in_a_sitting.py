@@ -40,7 +40,7 @@ class Way:
         found = []
         while frame is not None:
             if name := self._name(frame):
-                found.append(f"{name}:{frame.f_code.co_qualname}")
+                found.append(f"{name}:{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}")
             frame = frame.f_back
         self.stacks[what] = found[::-1]
 
@@ -85,7 +85,7 @@ def run_child(folder: Path) -> None:
         sys.setprofile(None)
         way.note(sys._getframe(1), "optimizer.step")
 
-    torch.Tensor.backward = noted_backward  # type: ignore[method-assign]
+    torch.Tensor.backward = noted_backward  # type: ignore[method-assign,assignment]
     steps.update = noted_update
     register_optimizer_step_pre_hook(stepped)
     entry.main()

@@ -1,34 +1,32 @@
-"""What every kind of run does around its training: its first lines, its folder, where it begins, the skeleton of its loop,
-its last lines.
-
-Everything heavy is imported inside the functions, so that printing a plan or an error stays quick.
-"""
+"""What runs of every kind are made of, behind their data: an attempt, where it begins, the skeleton of its loop."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from skyrl_train.config import LoopConfig, RunConfig
+from skyrl_train.config import AnyConfig, LoopConfig, RunConfig
 from skyrl_train.config.fields import unusual_values
 from skyrl_train.interfaces import Learner, Scorer
-from skyrl_train.model import source_line
 from skyrl_train.model.layers import set_numerics
 from skyrl_train.parts import TRACKERS
 from skyrl_train.plan import BatchPlan
 from skyrl_train.registry import part_name
 from skyrl_train.runs.cli.composition import write_yaml
 from skyrl_train.runs.construction.sft_data import SFTPlan
-from skyrl_train.system import detect_platform, multiplies_bfloat16
+from skyrl_train.runs.resolve import limit_threads
+from skyrl_train.runs.restarts import OnEnd
 from skyrl_train.telemetry import Activity, Alerts, MetricsLog, RunFolder
 from skyrl_train.telemetry.logs import RunConsole, redact
+from skyrl_train.telemetry.records import draw_timeline
 from skyrl_train.telemetry.trackers import (
     ConsoleTracker,
     MlflowTracker,
@@ -41,6 +39,7 @@ from skyrl_train.telemetry.trackers import (
 )
 from skyrl_train.trainers import LoopSettings, Observers, TrainingLoop
 from skyrl_train.trainers.checkpoints import (
+    CapsuleWriter,
     CheckpointStore,
     DataFingerprint,
     ResumeSettings,
@@ -51,12 +50,9 @@ from skyrl_train.trainers.checkpoints import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
-OnEnd = Callable[[BaseException | None], None]
-"""Told how a run ended, before any part of it is closed."""
-
-
-def tell_nobody(error: BaseException | None) -> None:
-    """The `OnEnd` of a caller who handles errors himself."""
+C = TypeVar("C", bound=AnyConfig)
+PlanT = TypeVar("PlanT", BatchPlan, SFTPlan)
+ResultT = TypeVar("ResultT")
 
 
 class Parts(ExitStack):
@@ -86,13 +82,6 @@ class Parts(ExitStack):
             self._console.warn(f"{name} failed: {type(error).__name__}: {error}")
 
 
-def open_folder(config: RunConfig) -> RunFolder:
-    """Return the run's folder, which exists from here on. Raises SkyrlTrainError where it cannot be made."""
-    folder = RunFolder(Path(config.output_dir))
-    folder.create(private=config.output_access == "owner")
-    return folder
-
-
 def open_checkpoints(folder: Path, trainer: LoopConfig, *, keep: int | None = None) -> CheckpointStore:
     """Return the checkpoints in a `folder` of a run's own, and at its URL, where one is stated. `keep`: as many as
     `trainer` says unless given. Raises SaveError where the URL cannot be written to."""
@@ -103,46 +92,109 @@ def open_checkpoints(folder: Path, trainer: LoopConfig, *, keep: int | None = No
     return checkpoints
 
 
-def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str) -> list[str]:
-    """What a user wants to know before anything happens: where it runs, what it trains on which `data`, lines of its
-    `own`, where it writes. `promise` is what `resume_promise` says."""
-    detected = detect_platform()
-    why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
-    is_emulated = config.platform.name == "cpu" and config.model.dtype == "bfloat16" and not multiplies_bfloat16()
-    slow = (
-        "            this processor multiplies no bfloat16, so that it takes fifty times as long: model.dtype=float32"
-    )
-    return [
-        f"platform    {config.platform.name} ({why})",
-        f"placement   {config.placement.backend}, strategy {part_name(config.strategy.name)}",
-        f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
-        *([slow] if is_emulated else []),
-        *([f"            {source}"] if (source := source_line(config.model)) else []),
-        f"data        {', '.join(data)}",
-        *own,
-        *config.derived,
-        *([] if promise == "identical" else [f"resume      {promise}"]),
-        f"output      {config.output_dir}",
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Attempt(Generic[C, PlanT]):
+    """An attempt at a run: what its parts are built from, and where it begins."""
 
+    config: C
+    plan: PlanT
+    recorded: Mapping[str, Any]
+    """Every setting by its dotted name, for checkpoints (`trainers/checkpoints/changes.py: flat_config`)."""
+    data: DataFingerprint
+    start: Start
+    folder: RunFolder
+    console: RunConsole
+    checkpoints: CheckpointStore
+    stack: ExitStack
+    """Closes the parts."""
+    num_restarts: int = 0
 
-def resume_promise(config: RunConfig, *, engine_seeds: bool = False, max_staleness: int = 0) -> str:
-    """What a resumed run has in common with one that was not interrupted; also kept in `plan.json`.
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the models have the weights that they are given, rather than those of a checkpoint."""
+        return self.start.checkpoint is None and not self.num_restarts
 
-    `engine_seeds`: the engine draws samples with a seed of its own. `max_staleness`: as the setting.
-    """
-    if max_staleness:
-        return (
-            "identical in what was trained on before, and no prompt is lost or comes twice; which weights sample what "
-            f"comes next depends on time (trainer.max_staleness={max_staleness})"
+    def loop(
+        self,
+        models: Mapping[str, Learner | Scorer],
+        *,
+        draw: Callable[..., object],
+        draw_timeline: Callable[..., object] = draw_timeline,
+        activity: Activity | None = None,
+    ) -> TrainingLoop:
+        """Return the skeleton of the loop, with its trackers and observers. `models` are those that a checkpoint holds;
+        `draw` draws the learning curve; the rest is as `TrainingLoop` takes it."""
+        config, console, total_steps = self.config, self.console, self.plan.total_steps
+        trainer: LoopConfig = config.trainer
+        if trainer.profile_steps:
+            memory = (
+                "and snapshots of memory"
+                if config.platform.on_gpu
+                else "without snapshots of memory, which CUDA alone takes"
+            )
+            console.note(
+                f"steps {list(trainer.profile_steps)} are profiled: traces in {self.folder.profiles}, {memory}"
+            )
+        first = self.start.global_step
+        trackers = build_trackers(config, self.folder, console=console, start_step=first, total_steps=total_steps)
+        self.stack.callback(trackers.close)
+        return TrainingLoop(
+            settings=LoopSettings(
+                run_name=config.run_name,
+                total_steps=total_steps,
+                trainer=trainer,
+                config=self.recorded,
+                num_restarts=self.num_restarts,
+            ),
+            models=models,
+            data=self.data,
+            start=self.start,
+            checkpoints=self.checkpoints,
+            trackers=trackers,
+            observers=Observers(trainer.metrics, trainer.callbacks, console, total_steps=total_steps),
+            folder=self.folder,
+            console=console,
+            alerts=Alerts(config.alerts, console, trackers.alert, run_name=config.run_name),
+            draw=draw,
+            draw_timeline=draw_timeline,
+            activity=activity,
         )
-    if engine_seeds:
-        return "not identical: samples are left to the engine's own seed (generator.seeds=engine)"
-    if config.platform.name == "cpu":
-        return "identical"
-    if config.deterministic:
-        return "identical (deterministic=true)"
-    return "identical in data, prompts and seeds, not in rounding (deterministic=false)"
+
+    def capsules(self, loop: TrainingLoop) -> CapsuleWriter:
+        """Return what keeps steps of the loop so that they can be executed again."""
+        return CapsuleWriter(
+            self.folder,
+            keep=self.config.trainer.capsules,
+            seed=self.config.seed,
+            total_steps=self.plan.total_steps,
+            hold_state=loop.hold_state,
+            console=self.console,
+        )
+
+
+class Task(ABC, Generic[C, PlanT, ResultT]):
+    """One kind of run: its data, what follows from them, and what trains on them."""
+
+    fingerprint: DataFingerprint
+    """Of the training data."""
+    notes: Sequence[str]
+    """What was left out of them, one line each."""
+
+    @abstractmethod
+    def plan(self, config: C) -> PlanT:
+        """Return the sizes of the run. Raises ConfigError where nothing fills a step."""
+
+    @abstractmethod
+    def plan_lines(self, config: C, plan: PlanT) -> list[str]:
+        """Return them for a reader."""
+
+    @abstractmethod
+    def build(self, attempt: Attempt[C, PlanT]) -> Callable[[], ResultT] | None:
+        """Build all parts and return what trains them; None where nothing is to be trained."""
+
+    @abstractmethod
+    def goodbye(self, config: C, result: ResultT, folder: RunFolder) -> list[str]:
+        """Return what the run left beside its record, and where, one line each."""
 
 
 def begin(
@@ -184,66 +236,6 @@ def begin(
     return start
 
 
-def build_loop(
-    config: RunConfig,
-    trainer: LoopConfig,
-    recorded: Mapping[str, Any],
-    folder: RunFolder,
-    console: RunConsole,
-    stack: ExitStack,
-    *,
-    models: Mapping[str, Learner | Scorer],
-    data: DataFingerprint,
-    start: Start,
-    total_steps: int,
-    checkpoints: CheckpointStore,
-    draw: Callable[..., object],
-    draw_timeline: Callable[..., object],
-    activity: Activity | None = None,
-    num_restarts: int = 0,
-) -> TrainingLoop:
-    """The skeleton of the run's loop, with its trackers, which `stack` closes, and its observers.
-
-    `recorded`: every setting by its dotted name, for checkpoints (`trainers/checkpoints/changes.py: flat_config`).
-    `draw` draws the learning curve; the rest is as `TrainingLoop` takes it.
-    """
-    if trainer.profile_steps:
-        memory = (
-            "and snapshots of memory"
-            if config.platform.on_gpu
-            else "without snapshots of memory, which CUDA alone takes"
-        )
-        console.note(f"steps {list(trainer.profile_steps)} are profiled: traces in {folder.profiles}, {memory}")
-    trackers = build_trackers(config, folder, console=console, start_step=start.global_step, total_steps=total_steps)
-    stack.callback(trackers.close)
-    return TrainingLoop(
-        settings=LoopSettings(
-            run_name=config.run_name,
-            total_steps=total_steps,
-            eval_before_train=trainer.eval_before_train,
-            eval_interval=trainer.eval_interval,
-            ckpt_interval=trainer.ckpt_interval,
-            stop_grace_s=trainer.stop_grace_s,
-            max_failed_saves=trainer.max_failed_saves,
-            background_checkpoints=trainer.background_checkpoints,
-            config=recorded,
-            num_restarts=num_restarts,
-        ),
-        models=models,
-        data=data,
-        start=start,
-        checkpoints=checkpoints,
-        trackers=trackers,
-        observers=Observers(trainer.metrics, trainer.callbacks, console, total_steps=total_steps),
-        folder=folder,
-        console=console,
-        alerts=Alerts(config.alerts, console, trackers.alert, run_name=config.run_name),
-        draw=draw,
-        draw_timeline=draw_timeline,
-        activity=activity,
-    )
-
-
 def build_trackers(
     config: RunConfig, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
 ) -> Trackers:
@@ -270,30 +262,6 @@ def build_trackers(
         views[part_name(spec)] = TRACKERS.resolve(spec)(folder.root)
     views["console"] = ConsoleTracker(console, total_steps=total_steps)
     return Trackers(record=MetricsLog(folder.metrics_file), views=views, console=console)
-
-
-def say_goodbye(
-    console: RunConsole, folder: RunFolder, *, step: int, is_exported: bool, best_step: int | None = None
-) -> None:
-    """What the run left, and where. `best_step` is that of the checkpoint in `best/`, if one is kept."""
-    console.header(
-        f"done after step {step}",
-        [
-            f"learning curve  {folder.learning_curve_file}",
-            f"metrics         {folder.metrics_file}",
-            *([f"best            step {best_step}, {folder.best}"] if best_step is not None else []),
-            *([f"model           {folder.export}"] if is_exported else []),
-        ],
-    )
-
-
-def limit_threads(config: RunConfig) -> None:
-    """Settles the threads of libraries that are imported later. Idle OpenMP threads spin on busy cores and make all of it
-    several times slower."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
-    if config.platform.num_threads > 1:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def prepare_process(config: RunConfig) -> None:
