@@ -26,23 +26,18 @@ def main() -> None:
 
 def _look(node: DictConfig) -> None:
     """`--look`: what two prompts make of the run, and nothing else."""
-    from skyrl_train.config import Config
-    from skyrl_train.runs import train
-    from skyrl_train.runs.cli import exit_on_errors, load_node
-
-    with exit_on_errors(node) as ending:
-        train(load_node(node, Config), on_end=ending.begins, only_looks=True)
+    _train(node, only_looks=True)
 
 
-def _train(node: DictConfig) -> float | None:
+def _train(node: DictConfig, *, only_looks: bool = False) -> float | None:
     from skyrl_train.config import Config
     from skyrl_train.runs import swept_metric, train
     from skyrl_train.runs.cli import exit_on_errors, load_node
 
     with exit_on_errors(node) as ending:
         config = load_node(node, Config)
-        train(config, on_end=ending.begins)
-        return swept_metric(config)
+        train(config, on_end=ending.begins, only_looks=only_looks)
+        return None if only_looks else swept_metric(config)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,8 @@ class PPOTrainer:
                         )
                     known.batch = batch
                     with loop.phase("log"):
-                        self._keep(generated.rollouts, batch, step)
+                        if self.rollout_log is not None:
+                            self.rollout_log.write(generated.rollouts, batch, step=step)
                         known.batch = batch = batch.without_columns("entropies")  # nothing else reads them
                     with loop.phase("update"):
                         update = steps.update(
@@ -275,10 +276,6 @@ class PPOTrainer:
         self._flush_rollouts()
         self.loop.console.note(evaluation_line(result))
         return result.metrics()
-
-    def _keep(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
-        if self.rollout_log is not None:
-            self.rollout_log.write(rollouts, batch, step=step)
 
     def _failures_kept(self, step: int) -> AbstractContextManager[list[RolloutBatch]]:
         """Wraps a step, whose rollouts stay where it fails, unless none are kept at all."""
