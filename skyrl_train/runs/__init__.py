@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from skyrl_train.runs.resolve import resolve
     from skyrl_train.runs.result import RunResult, run_logged, swept_metric
     from skyrl_train.runs.rl import load_data
-    from skyrl_train.runs.sft import build_sft_evaluator, open_best, step_settings
+    from skyrl_train.runs.sft import build_sft_evaluator, open_best
 
 __all__ = [
     "Attempt",
@@ -31,7 +31,6 @@ __all__ = [
     "resolve",
     "run_again",
     "run_logged",
-    "step_settings",
     "swept_metric",
     "train",
     "train_sft",

@@ -14,13 +14,12 @@ from skyrl_train.interfaces import WeightTransport
 from skyrl_train.learner import read_model
 from skyrl_train.model.lora import adapter_tensors, as_they_are, base_with_adapter, merged_weights
 from skyrl_train.runs.common import Parts, prepare_process
-from skyrl_train.runs.construction.parts import build_evaluator, build_host, build_rollouts
+from skyrl_train.runs.construction.parts import build_evaluator, build_host, build_rollouts, open_rollout_log
 from skyrl_train.runs.resolve import CheckedRows
 from skyrl_train.runs.restarts import OnEnd
 from skyrl_train.runs.rl import load_data
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers import RolloutLog
 from skyrl_train.trainers.checkpoints import CheckpointStore, TrainerState
 from skyrl_train.trainers.evaluation import evaluation_line, figures_table, write_evaluation
 from skyrl_train.weights import stored_weights
@@ -38,9 +37,7 @@ def evaluate_once(
         host = build_host(config, stack)
         rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
         step = _load_checkpoint_weights(config, folder, rollouts.transport)
-        rollout_log = RolloutLog(folder.rollouts, config.rollouts) if config.trainer.dump_rollouts else None
-        if rollout_log is not None:
-            stack.callback(rollout_log.close)
+        rollout_log = open_rollout_log(config, folder, stack)
         evaluator = build_evaluator(config, data.validation, rollouts.generator, rollout_log)
         if evaluator is None:
             raise ConfigError(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from skyrl_train.config import SFTConfig, SFTTrainerConfig, sft_layout, sft_learner_settings
+from skyrl_train.config import SFTConfig, SFTTrainerConfig, sft_learner_settings
 from skyrl_train.config.derived import RunModels
-from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.errors import counted, every
 from skyrl_train.inference import HFEngine, load_for_engine
 from skyrl_train.interfaces import Learner
@@ -20,8 +17,8 @@ from skyrl_train.registry import part_name
 from skyrl_train.rollout import CheckedEngine
 from skyrl_train.runs.common import Attempt, Task, open_checkpoints
 from skyrl_train.runs.construction.engines import sync_within_process
-from skyrl_train.runs.construction.parts import Host, build_learners
-from skyrl_train.runs.construction.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
+from skyrl_train.runs.construction.parts import Host, build_learners, open_cluster
+from skyrl_train.runs.construction.sft_data import SFTData, SFTPlan, build_loader, load_sft_data, plan_sft
 from skyrl_train.runs.prompts import require_exact_images
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
@@ -29,9 +26,6 @@ from skyrl_train.telemetry.trackers import draw_loss_curve
 from skyrl_train.trainers import SFTResult, SFTTrainer, sampling_params
 from skyrl_train.trainers.checkpoints import CheckpointStore, Start
 from skyrl_train.trainers.evaluation import SampleWriter, SFTEvaluator, cut_samples_after
-
-if TYPE_CHECKING:
-    from skyrl_train.runs.construction.on_ray import Cluster
 
 _ROWS_BETWEEN_NOTES = 512 * 40
 
@@ -53,7 +47,7 @@ class SupervisedLearning(Task[SFTConfig, SFTPlan, SFTResult]):
 
     def plan(self, config: SFTConfig) -> SFTPlan:
         """The number of steps, and what makes one."""
-        return plan_sft(step_settings(config), self.data)
+        return plan_sft(config, self.data)
 
     def plan_lines(self, config: SFTConfig, plan: SFTPlan) -> list[str]:
         """Steps, examples, held-out sets."""
@@ -87,7 +81,7 @@ class SupervisedLearning(Task[SFTConfig, SFTPlan, SFTResult]):
         return SFTTrainer(
             loop=loop,
             settings=config.trainer,
-            loader=build_loader(step_settings(config), self.data, stack),
+            loader=build_loader(config, self.data, stack),
             policy=policy,
             evaluator=build_sft_evaluator(config, self.data),
             samples=build_samples(config, self.data, folder, stack),
@@ -114,12 +108,6 @@ def size_policy(config: SFTConfig, policy: Learner, folder: RunFolder) -> list[s
     )
 
 
-def step_settings(config: SFTConfig) -> StepSettings:
-    """What steps are made of, as `config` says."""
-    num_shares = data_parallel_size(config.placement.policy_num_workers, config.strategy.ranks_per_share)
-    return StepSettings(data=config.data, trainer=config.trainer, seed=config.seed, num_shares=num_shares)
-
-
 def open_best(folder: RunFolder, trainer: SFTTrainerConfig, start: Start) -> CheckpointStore | None:
     """Return the checkpoint with the lowest held-out loss, here and at the run's URL; None where none is kept."""
     if not trainer.keep_best and trainer.export != "best":
@@ -133,23 +121,7 @@ def open_best(folder: RunFolder, trainer: SFTTrainerConfig, start: Start) -> Che
 def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
     """The model that learns, in this process or on Ray. `stack` closes it."""
     models = RunModels(learners=(sft_learner_settings(config, total_steps=plan.total_steps),))
-    return build_learners(models, stack, Host(cluster=_cluster(config, stack))).policy
-
-
-def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
-    """Return the session on Ray, or None without it."""
-    if config.placement.backend != "ray":
-        return None
-    from skyrl_train.runs.construction.on_ray import Cluster, ClusterSettings, with_time_to_load
-
-    settings = ClusterSettings(
-        run_name=config.run_name,
-        output_dir=Path(config.output_dir),
-        placement=with_time_to_load(config.placement, [config.model]),
-        layout=sft_layout(config),
-        model=config.model,
-    )
-    return Cluster(settings, stack)
+    return build_learners(models, stack, Host(cluster=open_cluster(config, stack))).policy
 
 
 def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:

@@ -24,7 +24,7 @@ from skyrl_train.data import BatchLoader, SFTBatch
 from skyrl_train.data.sft import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState, Learner
-from skyrl_train.runs import Attempt, build_sft_evaluator, open_best, open_checkpoints, step_settings
+from skyrl_train.runs import Attempt, build_sft_evaluator, open_best, open_checkpoints
 from skyrl_train.runs.construction import SFTData, build_loader, plan_sft
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
@@ -196,7 +196,7 @@ class FakeSFTRun:
 
     @property
     def total_steps(self) -> int:
-        return plan_sft(step_settings(self.config), self.data).total_steps
+        return plan_sft(self.config, self.data).total_steps
 
     def run(self) -> SFTResult | None:
         """None where the run in the folder is complete."""
@@ -216,11 +216,11 @@ class FakeSFTRun:
         self.checkpoints.take_over(start.checkpoint if start.own else None)
         trainer = self.config.trainer
         with ExitStack() as stack:
-            loader = build_loader(step_settings(self.config), self.data, stack)
+            loader = build_loader(self.config, self.data, stack)
             self.on_loader(loader)
             attempt = Attempt(
                 config=self.config,
-                plan=plan_sft(step_settings(self.config), self.data),
+                plan=plan_sft(self.config, self.data),
                 recorded=flat_config(self.config),
                 data=self.data.fingerprint,
                 start=start,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from skyrl_train.batch import AssemblySettings
-from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config import AnyConfig, Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.derived import RunModels, scores_entropies
@@ -201,13 +201,18 @@ def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
     return host.cluster.environment_workers(config.environment)
 
 
-def build_host(config: Config, stack: ExitStack) -> Host:
-    """Return Ray's session, where `placement.backend=ray`, and the engine. `stack` ends them."""
-    cluster = None
-    if config.placement.backend == "ray":
-        from skyrl_train.runs.construction.on_ray import Cluster, cluster_settings
+def open_cluster(config: AnyConfig, stack: ExitStack) -> Cluster | None:
+    """Return Ray's session, where `placement.backend=ray`. `stack` ends it."""
+    if config.placement.backend != "ray":
+        return None
+    from skyrl_train.runs.construction.on_ray import Cluster, cluster_settings
 
-        cluster = Cluster(cluster_settings(config), stack)
+    return Cluster(cluster_settings(config), stack)
+
+
+def build_host(config: Config, stack: ExitStack) -> Host:
+    """Return Ray's session and the engine, as far as there are any. `stack` ends them."""
+    cluster = open_cluster(config, stack)
     if config.generator.backend == "replay":
         return Host(cluster=cluster)
 
