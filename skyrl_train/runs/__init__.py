@@ -6,13 +6,13 @@ TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.runs.capsule import open_capsule, run_again
     from skyrl_train.runs.capsule_bisect import bisect, refuse_again
-    from skyrl_train.runs.common import Attempt, build_trackers, open_checkpoints
     from skyrl_train.runs.construction.parts import assembly_settings, ppo_settings
     from skyrl_train.runs.drive import evaluate, train, train_sft
     from skyrl_train.runs.resolve import resolve
     from skyrl_train.runs.result import RunResult, run_logged, swept_metric
     from skyrl_train.runs.rl import load_data
     from skyrl_train.runs.sft import build_sft_evaluator, open_best
+    from skyrl_train.runs.task import Attempt, build_trackers, open_checkpoints
 
 __all__ = [
     "Attempt",

@@ -25,7 +25,7 @@ from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 
 if TYPE_CHECKING:
-    from skyrl_train.runs.common import Task
+    from skyrl_train.runs.task import Task
     from skyrl_train.trainers import SFTResult, TrainingResult
 
 C = TypeVar("C", bound=AnyConfig)
@@ -95,7 +95,7 @@ def _opened(resolved: Resolved[C], title: str = "") -> Opened[C]:
 
 def drive(run: Opened[C], load: Callable[[C, RunConsole], Task[C, Any, R]], *, on_end: OnEnd) -> R | None:
     """Return what the task that `load` gives makes of the run; None where there is nothing to train."""
-    from skyrl_train.runs.common import Attempt, Parts, begin, open_checkpoints, prepare_process
+    from skyrl_train.runs.task import Attempt, Parts, begin, open_checkpoints, prepare_process
     from skyrl_train.trainers.checkpoints import resume_settings
 
     config, folder, console = run.resolved.config, run.folder, run.console

@@ -13,11 +13,11 @@ from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.interfaces import WeightTransport
 from skyrl_train.learner import read_model
 from skyrl_train.model.lora import adapter_tensors, as_they_are, base_with_adapter, merged_weights
-from skyrl_train.runs.common import Parts, prepare_process
 from skyrl_train.runs.construction.parts import build_evaluator, build_host, build_rollouts, open_rollout_log
 from skyrl_train.runs.resolve import CheckedRows
 from skyrl_train.runs.restarts import OnEnd
 from skyrl_train.runs.rl import load_data
+from skyrl_train.runs.task import Parts, prepare_process
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers.checkpoints import CheckpointStore, TrainerState

@@ -37,9 +37,9 @@ from skyrl_train.plan import (
 from skyrl_train.rollout import check_failures
 from skyrl_train.rollout.hosts import row_columns
 from skyrl_train.rollout.rewards import forget_rewards
-from skyrl_train.runs.common import Attempt
 from skyrl_train.runs.construction.parts import Host, ppo_settings, rollout_generator
 from skyrl_train.runs.look_report import Seen, look_lines, look_warnings
+from skyrl_train.runs.task import Attempt
 from skyrl_train.system import derive_seed
 from skyrl_train.telemetry import StepMetrics
 from skyrl_train.trainers import Generated, Learners, PPOSettings, PromptBatches, steps

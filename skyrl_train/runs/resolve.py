@@ -20,14 +20,13 @@ from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.rules import mixed_datasets, validate_config
 from skyrl_train.data.sources import refuse_images
 from skyrl_train.errors import ConfigError, DataError, ModelError, Violation, counted
-from skyrl_train.model import pinned, source_line
+from skyrl_train.model import files, pinned, source_line  # of which `files.weights_identity` alone imports torch
 from skyrl_train.model.sizes import read_architecture
 from skyrl_train.plan import placement_lines, placement_report
 from skyrl_train.registry import TARGET, PartSpec, part_name, split_spec
-from skyrl_train.rollout import checked_prompts
+from skyrl_train.rollout import checked_prompts, rewards
 from skyrl_train.rollout.envs import reward_lines
 from skyrl_train.rollout.hosts import held_rewards
-from skyrl_train.rollout.rewards import RewardModel
 from skyrl_train.runs.cli.auto_placement import place
 from skyrl_train.runs.cli.memory_settings import settle
 from skyrl_train.system import Devices, detect_platform, local_devices, multiplies_bfloat16
@@ -136,10 +135,10 @@ def _lines_of_sft(config: SFTConfig) -> Iterator[str]:
     yield f"held out    {', '.join(config.data.held_out) or 'none'}"
 
 
-def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, RewardModel]]:
+def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, rewards.RewardModel]]:
     """Return the rewards that a model of this run gives, not one behind a URL."""
     found = held_rewards(reward_entries(environment))
-    return [(entry, reward) for entry, reward in found if isinstance(reward, RewardModel) and reward.path]
+    return [(entry, reward) for entry, reward in found if isinstance(reward, rewards.RewardModel) and reward.path]
 
 
 def with_reward_weights(config: Config) -> Config:
@@ -148,10 +147,9 @@ def with_reward_weights(config: Config) -> Config:
     models = reward_models(config.environment)
     if not models:
         return config
-    from skyrl_train.model.files import weights_identity  # the one thing here that imports torch
-
     found = {
-        entry.setting: reward.weights or weights_identity(reward.path, reward.revision) for entry, reward in models
+        entry.setting: reward.weights or files.weights_identity(reward.path, reward.revision)
+        for entry, reward in models
     }
 
     def with_digest(setting: str, spec: PartSpec) -> PartSpec:
@@ -159,11 +157,11 @@ def with_reward_weights(config: Config) -> Config:
         return {TARGET: target, **arguments, "weights": found[setting]} if setting in found else spec
 
     environment = config.environment
-    rewards = tuple(
+    pinned_rewards = tuple(
         with_digest(f"environment.rewards[{index}]", spec) for index, spec in enumerate(environment.rewards)
     )
     reward = None if environment.reward is None else with_digest("environment.reward", environment.reward)
-    return replace(config, environment=replace(environment, reward=reward, rewards=rewards))
+    return replace(config, environment=replace(environment, reward=reward, rewards=pinned_rewards))
 
 
 @dataclass(frozen=True, kw_only=True)

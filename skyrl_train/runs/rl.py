@@ -16,7 +16,6 @@ from skyrl_train.plan import BatchPlan, optimizer_steps_text, plan_batches
 from skyrl_train.registry import part_name
 from skyrl_train.rollout import RolloutGenerator
 from skyrl_train.rollout.stream import ReplayGenerator
-from skyrl_train.runs.common import Attempt, Task
 from skyrl_train.runs.construction.parts import (
     build_evaluator,
     build_host,
@@ -30,6 +29,7 @@ from skyrl_train.runs.construction.parts import (
 from skyrl_train.runs.look import first_look
 from skyrl_train.runs.prompts import check_recorded_images, has_images, measure_prompts, require_exact_images
 from skyrl_train.runs.resolve import CheckedRows, read_all_rows
+from skyrl_train.runs.task import Attempt, Task
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.trackers import draw_learning_curve

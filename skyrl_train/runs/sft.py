@@ -15,11 +15,11 @@ from skyrl_train.model import load_tokenizer
 from skyrl_train.model.files import vocabulary_size
 from skyrl_train.registry import part_name
 from skyrl_train.rollout import CheckedEngine
-from skyrl_train.runs.common import Attempt, Task, open_checkpoints
 from skyrl_train.runs.construction.engines import sync_within_process
 from skyrl_train.runs.construction.parts import Host, build_learners, open_cluster
 from skyrl_train.runs.construction.sft_data import SFTData, SFTPlan, build_loader, load_sft_data, plan_sft
 from skyrl_train.runs.prompts import require_exact_images
+from skyrl_train.runs.task import Attempt, Task, open_checkpoints
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.trackers import draw_loss_curve

@@ -1,4 +1,4 @@
-"""What runs of every kind are made of, behind their data: an attempt, where it begins, the skeleton of its loop."""
+"""What a kind of run is to the driver, and an attempt at it: where it begins, and the skeleton of its loop."""
 
 from __future__ import annotations
 
