@@ -26,10 +26,9 @@ from skyrl_train.learner import read_tensors
 from skyrl_train.model.files import image_reader
 from skyrl_train.plan import plan_batches
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.common import prepare_process
-from skyrl_train.runs.construction.parts import Host, build_learners, size_micro_batches
-from skyrl_train.runs.rl import ppo_settings
+from skyrl_train.runs.construction.parts import Host, build_learners, ppo_settings, size_micro_batches
 from skyrl_train.runs.sft import size_policy
+from skyrl_train.runs.task import prepare_process
 from skyrl_train.telemetry import RunFolder, merge_metrics, to_values
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.records import read_facts, read_rollouts

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from skyrl_train.batch.steps import token_ages
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import FakeLearner, logprob_of, make_config, make_prompts, make_trajectory, make_turn
