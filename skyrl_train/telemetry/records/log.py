@@ -43,15 +43,16 @@ from skyrl_train.errors import DataError, counted
 from skyrl_train.images import as_record, from_record
 from skyrl_train.system.files import is_text, json_problem, parse_json, shown
 from skyrl_train.types import (
-    NO_ROUTING,
     Failure,
     FailureKind,
+    GenerationOutput,
     Outcome,
     Prompt,
     RolloutBatch,
     StopReason,
     Trajectory,
     Turn,
+    VersionRun,
     decode_routing,
     encode_routing,
     find_parent,
@@ -92,8 +93,10 @@ Number = Annotated[float, AfterValidator(_finite)]
 Object = Annotated[dict[str, Any], AfterValidator(_writable)]
 Messages = Annotated[tuple[dict[str, Any], ...], Field(strict=False), AfterValidator(_writable)]
 Ids = Annotated[list[Count], WrapValidator(_or_array)]
-Logprobs = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], WrapValidator(_or_array)]
+Logprob = Annotated[float, Field(allow_inf_nan=False)]
+Logprobs = Annotated[list[Logprob], WrapValidator(_or_array)]
 Flags = Annotated[list[bool], WrapValidator(_or_array)]
+Runs = list[Annotated[tuple[Count, Count], Field(strict=False)]]
 Routing = Annotated[Any, PlainValidator(lambda value: _or_array(value, decode_routing))]
 
 
@@ -134,10 +137,20 @@ class TurnRecord(_Record):
     observations: Messages = ()
     tool_calls: Messages = ()
     stop_reason: Annotated[StopReason, Field(strict=False)] = StopReason.STOP
-    weight_versions: list[Annotated[tuple[Count, Count], Field(strict=False)]] | None = None
+    weight_versions: Runs | None = None
     weight_version: Count = 0
-    routed_experts: Routing = NO_ROUTING
+    routed_experts: Routing | None = None
     images: Annotated[Any, PlainValidator(from_record)] = ()
+
+
+class AnswerRecord(_Record):
+    """The fields of an engine's answer, which a journal has before its turn is complete (`rollout/journal.py`)."""
+
+    token_ids: Annotated[tuple[Count, ...], Field(strict=False, alias="tokens")]
+    logprobs: Annotated[tuple[Logprob, ...], Field(strict=False)]
+    stop_reason: Annotated[StopReason, Field(strict=False, alias="stop")]
+    weight_versions: Runs = Field(alias="versions")
+    routed_experts: Routing | None = Field(None, alias="experts")
 
 
 class TrajectoryRecord(_Record):
@@ -274,11 +287,8 @@ def decoded(record: Mapping[str, Any], *, allow_infinite: bool = False) -> tuple
 
     Columns may be arrays. With `allow_infinite`, numbers need not be finite. Raises ValueError as `decode_trajectory` does.
     """
-    try:
-        prompt = Prompt(**vars(PromptRecord.model_validate(record)))
-        fields = _given(TrajectoryRecord.model_validate(record, context=allow_infinite))
-    except ValidationError as error:
-        raise ValueError(_first_problem(error)) from None
+    prompt = Prompt(**_fields(PromptRecord, record))
+    fields = _fields(TrajectoryRecord, record, allow_infinite=allow_infinite)
     turns: list[Turn] = []
     with np.errstate(over="ignore"):
         for index, each in enumerate(fields.pop("turns")):
@@ -293,6 +303,21 @@ def decoded(record: Mapping[str, Any], *, allow_infinite: bool = False) -> tuple
     elif not turns:
         raise ValueError("it has no turn and did not fail")
     return fields.pop("global_step"), prompt, Trajectory(prompt_uid=prompt.uid, turns=tuple(turns), **fields)
+
+
+def decode_answer(record: Mapping[str, Any]) -> GenerationOutput:
+    """Return an engine's answer in a journal's line. Raises ValueError as `decode_trajectory` does."""
+    fields = _fields(AnswerRecord, record)
+    fields["weight_versions"] = tuple(VersionRun(*run) for run in fields["weight_versions"])
+    return GenerationOutput(**fields)
+
+
+def _fields(kind: type[_Record], record: Mapping[str, Any], *, allow_infinite: bool = False) -> dict[str, Any]:
+    """Return the fields that a record has or that stand for what it lacks. Raises ValueError."""
+    try:
+        return _given(kind.model_validate(record, context=allow_infinite))
+    except ValidationError as error:
+        raise ValueError(_first_problem(error)) from None
 
 
 def _turn(record: TurnRecord, earlier: Sequence[Turn]) -> Turn:
