@@ -24,12 +24,12 @@ from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession
 from skyrl_train.rollout.envs.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.hosts import local as env_local
-from skyrl_train.rollout.hosts.connection import MAX_FRAME_BYTES, Frames, frame
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.hosts.worker import _load
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment
+from skyrl_train.system.processes import Frames, frame
 from skyrl_train.telemetry.logs import learn_secrets
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
@@ -422,7 +422,7 @@ def test_messages_arrive_whole_however_they_are_cut() -> None:
     frames = Frames()
     assert [m for at in range(len(data)) for m in frames.feed(data[at : at + 1])] == messages
     with pytest.raises(ValueError, match="at most"):
-        frame("x" * MAX_FRAME_BYTES)
+        frame("x" * (64 << 20))
 
 
 def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
