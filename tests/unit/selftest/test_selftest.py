@@ -46,7 +46,7 @@ def test_a_case_reports_its_figure_from_rank_0() -> None:
         ("wrong", "fail", "AssertionError: 2 is not 3"),
         ("skips", "skip", "no compiler here"),
         ("lacks_a_package", "skip", "package_that_nobody_has not installed"),
-        ("aborts", "fail", "the process ended with signal SIGABRT and left no answer"),
+        ("aborts", "fail", "the process was ended by SIGABRT and left no answer"),
     ],
 )
 def test_each_way_to_end_is_a_row_with_its_reason(body: str, outcome: str, detail: str) -> None:
@@ -84,7 +84,7 @@ def test_cases_share_a_process_until_one_of_them_does_not_pass() -> None:
         seen = {first.detail}
         for body, reason in (
             ("wrong", "AssertionError: 2 is not 3"),
-            ("aborts", "the process ended with signal SIGABRT and left no answer"),
+            ("aborts", "the process was ended by SIGABRT and left no answer"),
             ("hangs_with_a_child", "still running after 3 s, and killed"),
         ):
             failed = share(body, deadline_s=3.0 if body.startswith("hangs") else 60.0)
