@@ -388,26 +388,6 @@ rollouts(make_prompts(2, deed="a catastrophic regular expression"), env_class=HO
         process.wait(timeout=20)
 
 
-@pytest.mark.slow
-def test_a_trainer_that_is_killed_leaves_no_process_behind() -> None:
-    code = """
-from tests.unit.rollout.test_env_processes import rollouts, make_prompts
-from tests.reliability.hostile_environments import HOSTILE
-rollouts(make_prompts(2, deed="a child that is waited for"), env_class=HOSTILE, step_timeout_s=60.0)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 90
-    while len(descendants(process.pid)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    family = descendants(process.pid)
-    process.kill()
-    process.wait(timeout=20)
-    assert len(family) >= 4  # itself, the supervisor, a worker and what it started
-    while any(map(is_running, family)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, family))
-
-
 @pytest.mark.parametrize(
     "data", [b"\xff" * 8, b"\0\0\0\x01x", b"\0\0\0\x03NaN", b"\0\0\x10\0" + b"[" * 4096, b"\0\0\0\x02\xff\xff"]
 )
