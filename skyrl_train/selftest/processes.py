@@ -62,9 +62,9 @@ class SharedProcess:
         self._orders = -1
         self.log = Path(tempfile.mkstemp(prefix="skyrl-selftest-", suffix=".log")[1])
 
-    def take(self, order: Path, *, hide_cuda: bool) -> tuple[ProcessHost, StartedProcess]:
-        """Give it an order; return the process, begun where there is none, and its host."""
-        if self._host is None or self._process is None or _ended(self._host, self._process) is not None:
+    def take(self, order: Path, *, hide_cuda: bool) -> StartedProcess:
+        """Give it an order; return the process, begun where there is none."""
+        if self._process is None or self._process.poll() is not None:
             self.end()
             reader, self._orders = os.pipe()
             try:
@@ -75,14 +75,14 @@ class SharedProcess:
                 os.close(reader)
         with contextlib.suppress(BrokenPipeError):  # it ended just now, which is seen as the case's crash
             os.write(self._orders, f"{order}\n".encode())
-        return self._host, self._process
+        return self._process
 
     def end(self) -> None:
         """End the process; the next order begins another. Idempotent."""
         if self._host is not None:
             self._host.close()
             os.close(self._orders)
-            self._host = None
+            self._host = self._process = None
 
     def close(self) -> None:
         """End it for good. Idempotent."""
@@ -177,20 +177,19 @@ class _Worker:
         order.write_text(json.dumps(content), encoding="utf-8")
         self._log_begins = self._log.stat().st_size if self._is_shared else 0
         if isinstance(place, SharedProcess):
-            self._host, self._process = place.take(order, hide_cuda=hide_cuda)
+            self._process = place.take(order, hide_cuda=hide_cuda)
         else:
-            self._host = place
             self._process = _start(place, str(order), self._log, context.folder, hide_cuda=hide_cuda)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing more is to be waited for."""
-        return _ended(self._host, self._process) is not None or (self._is_shared and self._answer.is_file())
+        return self._process.poll() is not None or (self._is_shared and self._answer.is_file())
 
     @property
     def failed(self) -> bool:
         """Whether it has ended, and not well."""
-        return _ended(self._host, self._process) not in (None, 0)
+        return self._process.poll() not in (None, 0)
 
     @property
     def did_well(self) -> bool:
@@ -221,11 +220,6 @@ def _start(
     words = [sys.executable, "-m", "skyrl_train.selftest", "--worker", order]
     place = {"folder": str(folder), "log": str(log), "environment": _environment(hide_cuda=hide_cuda)}
     return host.start({"words": words, **place}, descriptor=orders)
-
-
-def _ended(host: ProcessHost, process: StartedProcess) -> int | str | None:
-    host.hear()
-    return process.ended
 
 
 def _environment(*, hide_cuda: bool) -> dict[str, str]:

@@ -41,13 +41,18 @@ _MAIN = (
 class StartedProcess:
     """A process below a supervisor."""
 
-    def __init__(self, number: int, on_end: Callable[[int | str], None] | None) -> None:
+    def __init__(self, host: ProcessHost, number: int, on_end: Callable[[int | str], None] | None) -> None:
         self.number = number
         self.process = 0
         """Its process number, once that was told."""
         self.ended: int | str | None = None
         """Its exit status, negative of a signal, once it has ended; a text where there is none to be had, which says why."""
-        self._on_end = on_end
+        self._host, self._on_end = host, on_end
+
+    def poll(self) -> int | str | None:
+        """Hear what is new, and return `ended`."""
+        self._host.hear()
+        return self.ended
 
     def end_with(self, ended: int | str) -> None:
         """Take note of its end."""
@@ -99,7 +104,7 @@ class ProcessHost:
     ) -> StartedProcess:
         """Have a process started. The message is that of `supervisor.py`; `descriptor` is the process's standard input."""
         self._num_started += 1
-        started = self._started[self._num_started] = StartedProcess(self._num_started, on_end)
+        started = self._started[self._num_started] = StartedProcess(self, self._num_started, on_end)
         descriptors = [] if descriptor is None else [descriptor]
         try:
             self._send({**message, "start": started.number, "descriptor": bool(descriptors)}, descriptors)
