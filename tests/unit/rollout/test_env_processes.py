@@ -26,10 +26,12 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.hosts import local as env_local
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
+from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.hosts.worker import _load
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment
 from skyrl_train.system.processes import Frames, frame
+from skyrl_train.telemetry import Activity
 from skyrl_train.telemetry.logs import learn_secrets
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
@@ -433,3 +435,27 @@ def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monke
 
     asyncio.run(play())
     assert log.read_text() == "made: the trainer knows <redacted>, password=<redacted> step x\n"
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_waits_for_environments_are_counted_answered_or_not(isolation: str) -> None:
+    async def play(activity: Activity) -> ProcessEnvironments | ThreadEnvironments:
+        host = LocalWorkers(WorkerSettings(specs=(COUNTING,), registry=False, memory_gb=1.0))
+        among: ProcessEnvironments | ThreadEnvironments
+        if isolation == "thread":
+            among = ThreadEnvironments(num_workers=1, timeout_s=0.6, around=activity.environment)
+        else:
+            among = ProcessEnvironments(host, num_workers=1, timeout_s=0.6, around=activity.environment)
+            await among.prepare()
+        quick, slow = (EnvironmentSession(among, COUNTING, {"slow_s": s}, "Counting") for s in (0.3, 1.5))
+        await quick.start(MESSAGES)
+        await quick.step("x")
+        await slow.start(MESSAGES)
+        with pytest.raises(Broken):
+            await slow.step("x")
+        await among.aclose()
+        return among
+
+    activity = Activity()
+    assert asyncio.run(play(activity)).num_given_up == 1
+    assert 0.85 < activity.take().metrics["timing/wait/environments"] < 10.0
