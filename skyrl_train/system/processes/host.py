@@ -1,8 +1,8 @@
 """Processes of this one's: below a supervisor (`supervisor.py`), which leaves nothing of them whatever happens, or direct.
 
     host = ProcessHost()                       a supervisor; it ends with this process, however that ends
-    started = host.start(words=..., ...)       a process below it
-    host.hear()                                started.process and started.ended are what was told so far
+    started = host.start({"words": ...})       a process below it
+    started.poll()                             its exit status, once it has one
     host.close()                               all are gone
 
 Used from one thread, which polls, or from one event loop, which is told that there is something to hear.
@@ -80,8 +80,8 @@ class ProcessHost:
         self._connection, theirs = socket.socketpair()
         self._connection.setblocking(False)
         try:
-            with theirs, tempfile.TemporaryFile() as given:
-                given.write(json.dumps({**(settings or {}), "owner": os.getpid()}).encode())
+            with theirs, _in_memory() as given:
+                given.write(json.dumps(settings or {}).encode())
                 given.seek(0)
                 self._process = start_directly(
                     [*(words or (sys.executable, "-I", "-S", "-c", _MAIN, PACKAGE_PARENT)), str(theirs.fileno())],
@@ -205,6 +205,11 @@ class ProcessHost:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(within_s)
         return None
+
+
+def _in_memory() -> IO[bytes]:
+    """Return a file for settings, which may have secrets in them: on no disk, where the system has such files."""
+    return open(os.memfd_create("settings"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
 
 
 def start_directly(words: Sequence[str], **options: Any) -> DirectProcess:

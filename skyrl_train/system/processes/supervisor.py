@@ -5,10 +5,10 @@
         process   leads a session of its own; what it leaves behind has the supervisor for its parent, however it hid
 
 It ends when it is told to and when its owner is gone, however that went, SIGKILL included; no other signal that a job gets
-ends it. Settings come as JSON on its standard input; all may be left out but `owner`:
+ends it. Settings come as JSON on its standard input; all may be left out:
 
-    {"owner": its process, "mark": what else ends with the owner bears it in its environment,
-     "last": {"words", "folder", "log"} of a command that cleans up, "last_within_s", "removes": places that go at the end}
+    {"mark": what else ends with the owner bears it in its environment, "removes": places that go at the end,
+     "last": {"words", "folder", "log"} of a command that cleans up, "last_within_s"}
 
 Messages (`messages.py`) come and go over the socket in the first argument. A start may bring a file descriptor:
 
@@ -74,7 +74,7 @@ class Supervisor:
             self.settings: Mapping[str, Any] = json.load(given)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         self._become = become
-        self._owner = int(self.settings["owner"])
+        self._parent = os.getppid()  # the owner, or a wrapper of the interpreter, which ends with this process alone
         self._control = socket.socket(fileno=_moved(int(sys.argv[1])))
         self._frames = Frames()
         self._descriptors: list[int] = []
@@ -85,11 +85,13 @@ class Supervisor:
         """Kept so that nobody else collects them."""
         self._logs: set[str] = set()
         self._is_over, self._grace_s = False, 0.0
-        self._wake, self._wake_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake, self._wake_end = os.pipe()
+        for end in (self._wake, self._wake_end):
+            os.set_blocking(end, False)
 
     @property
     def _owned(self) -> bool:
-        return os.getppid() == self._owner
+        return os.getppid() == self._parent
 
     def tell(self, message: object) -> None:
         """Send a message to the owner, if it is there."""
