@@ -20,7 +20,8 @@ from skyrl_train.cluster.calls import Answer, reason_of
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.rollout.boundary import MAX_WORKERS, Request
-from skyrl_train.rollout.hosts import Imported, LocalWorker, LocalWorkers, WorkerEnded, WorkerSettings, parse
+from skyrl_train.rollout.hosts import Imported, LocalWorker, LocalWorkers, WorkerEnded, WorkerSettings
+from skyrl_train.system.processes import parse
 from skyrl_train.telemetry.logs import stacks
 
 _GRACE_S = 15.0

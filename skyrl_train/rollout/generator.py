@@ -32,7 +32,6 @@ from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.hosts.processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.hosts.scoring import Rewards
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
-from skyrl_train.rollout.hosts.watched import WatchedEnvironments
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEngine, JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
@@ -201,19 +200,20 @@ class RolloutGenerator:
         self.thread.close()
 
     def _host(self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None) -> _Task:
-        hosts = WatchedEnvironments(self._host_environments(environment, workers, log), self.activity)
+        hosts = self._host_environments(environment, workers, log)
         return _Task(environment, hosts, Rewards(environment, hosts), tool_schemas(environment.tools))
 
     def _host_environments(
         self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None
     ) -> Environments:
-        timeout_s = environment.step_timeout_s
+        timeout_s, waits = environment.step_timeout_s, self.activity.environment
         if not uses_processes(environment):
             if environment.env_class is not None:
                 check_environment(environment.env_class)
-            return ThreadEnvironments(num_workers=environment.num_workers, timeout_s=timeout_s)
+            return ThreadEnvironments(num_workers=environment.num_workers, timeout_s=timeout_s, around=waits)
         host = workers or LocalWorkers(WorkerSettings.of(environment, log=log))
-        processes = ProcessEnvironments(host, num_workers=most_workers(environment), timeout_s=timeout_s)
+        most = most_workers(environment)
+        processes = ProcessEnvironments(host, num_workers=most, timeout_s=timeout_s, around=waits)
         # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
         self.thread.begin(processes.prepare())
         return processes

@@ -3,7 +3,8 @@
     parent --order file--> worker of rank 0, 1, ...   `python -m skyrl_train.selftest --worker FILE`, or - for many
     parent <--answer file-- worker                    a figure, a reason to skip, or a traceback
 
-The parent imports neither torch nor anything else that could break, so that a broken installation is a row of the report.
+Workers are below a supervisor (`system/processes`). The parent imports neither torch nor anything else that could break, so
+that a broken installation is a row of the report.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,12 +26,12 @@ from typing import Any, Literal
 
 from skyrl_train.selftest.cases import Case, Context, SkipCase
 from skyrl_train.selftest.machine import PACKAGE, Machine
+from skyrl_train.system.processes import ProcessHost, StartedProcess, manner
 
 Outcome = Literal["pass", "fail", "skip"]
 _POLL_S = 0.05
 _OTHERS_S = 10.0
 """After one rank of a case has failed, the others have this long to say what they saw."""
-_KILL_TIMEOUT_S = 10.0
 _TAIL_BYTES = 4000
 
 
@@ -57,25 +57,36 @@ class SharedProcess:
     crashed or hung the next one has a new process."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._host: ProcessHost | None = None
+        self._process: StartedProcess | None = None
+        self._orders = -1
         self.log = Path(tempfile.mkstemp(prefix="skyrl-selftest-", suffix=".log")[1])
 
-    def take(self, order: Path, *, hide_cuda: bool) -> subprocess.Popen[bytes]:
+    def take(self, order: Path, *, hide_cuda: bool) -> StartedProcess:
         """Give it an order; return the process, begun where there is none."""
         if self._process is None or self._process.poll() is not None:
-            self._process = _start(
-                "-", self.log, Path(tempfile.gettempdir()), hide_cuda=hide_cuda, stdin=subprocess.PIPE
-            )
-        assert self._process.stdin is not None
+            self.end()
+            reader, self._orders = os.pipe()
+            try:
+                self._host = ProcessHost()
+                place = Path(tempfile.gettempdir())
+                self._process = _start(self._host, "-", self.log, place, hide_cuda=hide_cuda, orders=reader)
+            finally:
+                os.close(reader)
         with contextlib.suppress(BrokenPipeError):  # it ended just now, which is seen as the case's crash
-            self._process.stdin.write(f"{order}\n".encode())
-            self._process.stdin.flush()
+            os.write(self._orders, f"{order}\n".encode())
         return self._process
 
+    def end(self) -> None:
+        """End the process; the next order begins another. Idempotent."""
+        if self._host is not None:
+            self._host.close()
+            os.close(self._orders)
+            self._host = self._process = None
+
     def close(self) -> None:
-        """End it. Idempotent."""
-        if self._process is not None:
-            _kill(self._process)
+        """End it for good. Idempotent."""
+        self.end()
         self.log.unlink(missing_ok=True)
 
 
@@ -120,14 +131,17 @@ def run_body(
         folder = root / "shared"
         folder.mkdir()
         ranks = []
+        place = shared or ProcessHost()
         try:
             for rank, device in enumerate(devices):
                 context = Context(device=device, rank=rank, num_ranks=len(devices), folder=folder)
-                ranks.append(_Worker(root, body, arguments, context, hide_cuda=hidden, shared=shared))
+                ranks.append(_Worker(root, body, arguments, context, hide_cuda=hidden, place=place))
             late = _wait(ranks, deadline_s)
         finally:
-            for worker in ranks:
-                worker.kill()
+            if isinstance(place, ProcessHost):
+                place.close()
+            elif not all(worker.did_well for worker in ranks):
+                place.end()
         answers = [worker.answer(is_late=late) for worker in ranks]
         outcome, chosen = _joined(answers, deadline_s)
         log_tail = "\n".join(worker.log_tail() for worker in ranks) if outcome == "fail" else ""
@@ -143,7 +157,7 @@ def run_body(
 
 
 class _Worker:
-    """One process of a case, leader of a process group of its own, or the one that it shares with others."""
+    """One process of a case, or the one that it shares with others."""
 
     def __init__(
         self,
@@ -153,46 +167,45 @@ class _Worker:
         context: Context,
         *,
         hide_cuda: bool,
-        shared: SharedProcess | None,
+        place: ProcessHost | SharedProcess,
     ) -> None:
         order = root / f"order-{context.rank}.json"
         self._answer = order.with_suffix(".answer")
-        self._is_shared = shared is not None
-        self._log = order.with_suffix(".log") if shared is None else shared.log
+        self._is_shared = isinstance(place, SharedProcess)
+        self._log = place.log if isinstance(place, SharedProcess) else order.with_suffix(".log")
         content = {"body": body, "arguments": arguments, "context": {**asdict(context), "folder": str(context.folder)}}
         order.write_text(json.dumps(content), encoding="utf-8")
         self._log_begins = self._log.stat().st_size if self._is_shared else 0
-        if shared is not None:
-            self.process = shared.take(order, hide_cuda=hide_cuda)
+        if isinstance(place, SharedProcess):
+            self._process = place.take(order, hide_cuda=hide_cuda)
         else:
-            self.process = _start(str(order), self._log, context.folder, hide_cuda=hide_cuda)
+            self._process = _start(place, str(order), self._log, context.folder, hide_cuda=hide_cuda)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing more is to be waited for."""
-        return self.process.poll() is not None or (self._is_shared and self._answer.is_file())
+        return self._process.poll() is not None or (self._is_shared and self._answer.is_file())
 
     @property
     def failed(self) -> bool:
-        """Return whether it has ended, and not well."""
-        return self.process.poll() not in (None, 0)
+        """Whether it has ended, and not well."""
+        return self._process.poll() not in (None, 0)
 
-    def kill(self) -> None:
-        """End it and what it started in its group, unless it is for others, too, and did well. Idempotent."""
-        did_well = self._answer.is_file() and json.loads(self._answer.read_text(encoding="utf-8"))["outcome"] != "fail"
-        if not (self._is_shared and did_well):
-            _kill(self.process)
+    @property
+    def did_well(self) -> bool:
+        """Whether it answered, and not that it failed."""
+        return self._answer.is_file() and json.loads(self._answer.read_text(encoding="utf-8"))["outcome"] != "fail"
 
     def answer(self, *, is_late: bool) -> dict[str, Any]:
         """What it wrote before it ended; else what can be said of its end."""
         if self._answer.is_file():
             found: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
             return found
-        status = self.process.returncode
-        if status is None or (is_late and status == -signal.SIGKILL):
+        status = self._process.ended
+        if is_late and not (isinstance(status, int) and status != -signal.SIGKILL):
             return {"outcome": "fail", "detail": "", "is_late": True}
-        ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        return {"outcome": "fail", "detail": f"the process ended with {ended} and left no answer"}
+        ended = manner(status) if isinstance(status, int) else status
+        return {"outcome": "fail", "detail": f"the process {ended} and left no answer"}
 
     def log_tail(self) -> str:
         """The last of what it wrote to stdout and stderr."""
@@ -202,25 +215,11 @@ class _Worker:
 
 
 def _start(
-    order: str, log: Path, folder: Path, *, hide_cuda: bool, stdin: int = subprocess.DEVNULL
-) -> subprocess.Popen[bytes]:
-    with log.open("ab") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", "skyrl_train.selftest", "--worker", order],
-            cwd=folder,
-            env=_environment(hide_cuda=hide_cuda),
-            stdin=stdin,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its process from ending
-        process.wait(_KILL_TIMEOUT_S)
+    host: ProcessHost, order: str, log: Path, folder: Path, *, hide_cuda: bool, orders: int | None = None
+) -> StartedProcess:
+    words = [sys.executable, "-m", "skyrl_train.selftest", "--worker", order]
+    place = {"folder": str(folder), "log": str(log), "environment": _environment(hide_cuda=hide_cuda)}
+    return host.start({"words": words, **place}, descriptor=orders)
 
 
 def _environment(*, hide_cuda: bool) -> dict[str, str]:

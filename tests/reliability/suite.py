@@ -118,6 +118,11 @@ PARTS = (
         whole=f"{_TEST} {_ALL} tests/reliability/test_hostile_environments.py",
     ),
     Part(
+        name="processes",
+        fault="what is started hangs, holds the interpreter, forks, stops its parent; whoever started it is killed",
+        whole=f"{_TEST} {_ALL} tests/reliability/test_process_hosts.py",
+    ),
+    Part(
         name="services",
         fault="dead wandb servers, signals, secrets in configurations and logs",
         whole=f"{_TEST} {_ALL} tests/unit/telemetry tests/reliability/test_signals.py",

@@ -1,9 +1,8 @@
 """The processes that vLLM starts for one engine: its core and its workers, where those are apart from the engine's own.
 
 vLLM's core does not notice that the process which started it has ended: it would stay, with the memory of its device. So
-each process inherits a mark in its environment, and a watchdog that holds one end of a pipe kills whatever bears the mark
-once the other end closes, however that came about. The watchdog is this file run as a script; it imports the standard
-library alone.
+each process inherits a mark in its environment, and a supervisor (`system/processes`) kills whatever bears the mark once it
+is told to, or this process is gone, however that came about.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -22,10 +19,11 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.system.processes import ProcessHost, marked, state
+
 _MARK = "SKYRL_TRAIN_ENGINE"
 """Environment variable that all processes of one engine share."""
 _PROC = Path("/proc")
-_WATCHDOG_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
 _SHUTDOWN_REQUESTED = 1
 """`EngineShutdownState.REQUESTED` of `vllm/v1/engine/core.py`."""
@@ -39,14 +37,11 @@ class EngineProcesses:
     """All processes of one engine beside this one, from `starting` to `close`, or to the end of this process."""
 
     def __init__(self) -> None:
-        self._mark = uuid.uuid4().hex
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
         self._closed = threading.Event()
         self._ended = threading.Event()
         """Set once `watch` has told of an end."""
-        # Nothing but standard input ties it to this process: a signal to this process's group must not reach it.
-        self._watchdog = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self._mark], stdin=subprocess.PIPE, start_new_session=True
-        )
+        self._host = ProcessHost({"mark": self._mark})
         self._titles: dict[int, str] = {}
         """By process number, what a process calls itself."""
 
@@ -57,7 +52,7 @@ class EngineProcesses:
         It has no ear for Ctrl-C, nor for a SIGTERM, SIGHUP or SIGUSR1 to all processes of a job: whoever uses the engine is
         told as well, may need its answers for the end of a step, and ends it.
         """
-        added = {_MARK: self._mark, **environment}
+        added = {_MARK: self._mark.partition("=")[2], **environment}
         before = {name: os.environ.get(name) for name in added}
         resource_tracker.ensure_running()  # started inside, it would unblock the signals again
         os.environ.update(added)
@@ -71,9 +66,9 @@ class EngineProcesses:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-            self._titles = {pid: _title(pid) for pid in marked_pids(self._mark)}
+            self._titles = {pid: _title(pid) for pid in marked(self._mark)}
             if self._closed.is_set():  # by another thread, which did not wait: what it could not see yet ends here
-                _kill_marked(self._mark)
+                ProcessHost({"mark": self._mark}).close()
 
     def watch(self, processes: list[Any], on_death: Callable[[str], None]) -> None:
         """Calls `on_death` with a reason, on a thread, once one of `processes` (of multiprocessing) has ended."""
@@ -90,14 +85,14 @@ class EngineProcesses:
     @property
     def suspended(self) -> bool:
         """Whether one of them is stopped by a signal, so that no answer can come."""
-        return any(_state(pid) in ("T", "t") for pid in self._titles)
+        return any(state(pid) in ("T", "t") for pid in self._titles)
 
     def await_end(self) -> str:
         """Give `watch` a moment to tell of an end. Return which of them are no more where it did not, for a message; empty
         where all are there."""
         if self._ended.wait(_REASON_TIMEOUT_S):
             return ""
-        ended = {pid: title for pid, title in self._titles.items() if _state(pid) in ("Z", "X", "")}
+        ended = {pid: title for pid, title in self._titles.items() if state(pid) in ("Z", "X", "")}
         return "; ".join(f"vLLM's process {title} (pid {pid}) is gone" for pid, title in ended.items())
 
     def expect_end(self) -> None:
@@ -107,10 +102,7 @@ class EngineProcesses:
     def close(self) -> None:
         """Kills what is left of them. Idempotent."""
         self._closed.set()
-        if self._watchdog.stdin is not None:
-            self._watchdog.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._watchdog.wait(_WATCHDOG_TIMEOUT_S)
+        self._host.close()
 
 
 class CoreClient:
@@ -158,30 +150,6 @@ class CoreClient:
             self._client.shutdown(timeout=0.0)
 
 
-def marked_pids(mark: str) -> list[int]:
-    """Processes with this mark in the environment that they were started with. The helper of multiprocessing that removes
-    leaked shared memory is none of them: it ends by itself once nobody holds any, and must come last."""
-    wanted = f"{_MARK}={mark}".encode()
-    found: list[int] = []
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            if wanted not in (entry / "environ").read_bytes().split(b"\0") or _state(int(entry.name)) in ("Z", "X", ""):
-                continue
-            if b"resource_tracker" not in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
-def _state(pid: int) -> str:
-    """The letter of `proc(5)`; empty where there is no such process."""
-    try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def _title(pid: int) -> str:
     """The first word of its command line, which vLLM's processes set: `VLLM::EngineCore`, `VLLM::Worker`."""
     try:
@@ -197,22 +165,3 @@ def _reason(process: Any) -> str:
         time.sleep(0.01)
     how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return f"vLLM's process {process.name} (pid {process.pid}) {how}"
-
-
-def _kill_marked(mark: str) -> None:
-    """Kills, and looks again, since what dies may have started another."""
-    while pids := marked_pids(mark):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def _main(mark: str) -> None:
-    """The watchdog: waits for the end of the pipe."""
-    sys.stdin.buffer.read()
-    _kill_marked(mark)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

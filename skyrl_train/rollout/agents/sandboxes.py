@@ -21,7 +21,7 @@ from typing import Any
 
 from skyrl_train.errors import SandboxError
 from skyrl_train.rollout.agents.launchers import NAME_PREFIX, Launcher
-from skyrl_train.rollout.agents.sandbox import GRACE_S, KEEPER_WITHIN_S, LAST_WORDS, Sandbox
+from skyrl_train.rollout.agents.sandbox import GRACE_S, LAST_WORDS, SUPERVISOR_WITHIN_S, Sandbox
 from skyrl_train.rollout.boundary.session import describe
 from skyrl_train.rollout.loop_thread import at_close
 from skyrl_train.system.processes import start_time
@@ -64,7 +64,7 @@ class SandboxPool:
         self._is_closed = True
         while self._warm:
             self._begin(self._retire(self._warm.popleft()))
-        limit = self.launcher.cleanup_within_s + GRACE_S + 2 * KEEPER_WITHIN_S
+        limit = self.launcher.cleanup_within_s + GRACE_S + 2 * SUPERVISOR_WITHIN_S
         while self._tasks:
             late = (await asyncio.wait(self._tasks, timeout=limit))[1]
             for task in late:
@@ -161,7 +161,7 @@ class SandboxPool:
         """Wait for the removal of what others left, which the first one begins."""
         if self._left is None:
             self._left = asyncio.ensure_future(self._remove_leftovers())
-        limit = self.launcher.start_within_s + self.launcher.cleanup_within_s + KEEPER_WITHIN_S
+        limit = self.launcher.start_within_s + self.launcher.cleanup_within_s + SUPERVISOR_WITHIN_S
         await asyncio.wait({self._left}, timeout=limit)
 
     async def _remove_leftovers(self) -> None:

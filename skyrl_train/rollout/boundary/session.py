@@ -12,6 +12,7 @@ same functions, since what a worker process sends need not come from ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +31,8 @@ Answer = dict[str, Any]
 Request = Mapping[str, Any]
 """`{"call": ..., ...}` with the arguments of the call, which `HostedEnvironment` names; that of a reward function needs no
 environment: `{"call": "score", "spec": ..., "prompt": ..., "samples": [...], "num_values": ...}`."""
+AroundCalls = Callable[[], AbstractContextManager[object]]
+"""What counts who waits for an environment's answer, for one; entered for each call."""
 
 CHECK_ROWS = "check_rows"
 """The call that asks the class of an environment, rather than one of them, what is wrong with data rows."""

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -24,22 +20,19 @@ from skyrl_train.config.environment import reward_entries
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.registry import TARGET, PartSpec
 from skyrl_train.rollout.envs.environments import variables_of
-from skyrl_train.rollout.hosts.connection import REPORT_WITHIN_S, Frames, LocalWorker, frame
+from skyrl_train.rollout.hosts.connection import LocalWorker
 from skyrl_train.rollout.hosts.processes import Imported, WorkerEnded
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.tools.variables import given
 from skyrl_train.system import in_time
+from skyrl_train.system.processes import PACKAGE_PARENT, ProcessHost
 from skyrl_train.telemetry.logs import copy_redacted
 
-_CHUNK = 1 << 18
 _IMPORT_TIMEOUT_S = 120.0
 IMPORT_DEADLINE_S = 3 * _IMPORT_TIMEOUT_S
 """Of all that an import in a process of its own may take: with a second start, and its end."""
-_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_TIMEOUT_S = 2.0
 _MAX_LOG_BYTES = 16 << 20
-_PERHAPS_MEMORY = {-signal.SIGKILL: ", as the kernel does where memory runs out"}
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 _BOOT = """
 import importlib.util, runpy, sys
 folder = sys.argv.pop(1)
@@ -120,12 +113,8 @@ class LocalWorkers:
         self.rewards: Mapping[str, Any] = {}
         """Of each reward function without violations, by its setting, the fields of its `RewardFacts`; known when ready."""
         self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._frames = Frames()
+        self._host: ProcessHost | None = None
         self._loaded: asyncio.Future[Mapping[str, Any]] | None = None
-        self._workers: dict[int, LocalWorker] = {}
-        self._num_started = 0
         self._preload = True
         self._imported = Imported()
         self._starting = asyncio.Lock()
@@ -134,10 +123,10 @@ class LocalWorkers:
         """Copies what workers print to the log, without the secrets that this process knows."""
 
     async def ready(self) -> Imported:
-        if self._control is not None and self._loaded is not None and self._loaded.done():
+        if self._host is not None and self._loaded is not None and self._loaded.done():
             return self._imported
         async with self._starting:
-            if self._control is not None:
+            if self._host is not None:
                 return self._imported
             loaded = await self._start_supervisor()
             violations = [Violation(**each) for each in loaded["violations"]]
@@ -155,18 +144,8 @@ class LocalWorkers:
             return self._imported
 
     def start(self) -> LocalWorker:
-        assert self._control is not None, "ready() comes first"
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._num_started += 1
-        worker = LocalWorker(self._num_started, ours, self._ask_to_end)
-        self._workers[worker.number] = worker
-        with theirs:
-            try:
-                socket.send_fds(self._control, [frame({"start": worker.number})], [theirs.fileno()])
-            except OSError as error:
-                worker.ended_with(f"could not be started: {error}")
-        return worker
+        assert self._host is not None, "ready() comes first"
+        return LocalWorker(self._host)
 
     async def aclose(self) -> None:
         await self._end_supervisor()
@@ -177,26 +156,11 @@ class LocalWorkers:
 
     async def _start_supervisor(self) -> Mapping[str, Any]:
         """Return what it says of the environments that it imported."""
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         variables = given(os.environ, self._settings.named)
         reader, writer = os.pipe()
         write = partial(_append, self._log_file())
         self._copier = threading.Thread(target=copy_redacted, args=(reader, write), daemon=True)
         self._copier.start()
-        with theirs, open(writer, "wb") as output:
-            self._process = subprocess.Popen(
-                [*self._interpreter(), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=_environment(variables, apart=bool(self._settings.python)),
-            )
-        self._control, self._frames, self._loaded = ours, Frames(), loop.create_future()
-        loop.add_reader(ours, self._hear)
         content = {
             "sys_path": _own_path() if self._settings.python else sys.path,
             "apart": bool(self._settings.python),
@@ -208,12 +172,16 @@ class LocalWorkers:
             "preload": self._preload,
             "withheld": [name for name in os.environ if name not in variables],
         }
+        environment = _environment(variables, apart=bool(self._settings.python))
+        with open(writer, "wb") as output:
+            self._host = ProcessHost(content, words=self._interpreter(), environment=environment, output=output)
+        self._loaded = asyncio.get_running_loop().create_future()
+        self._host.listen(self._hear)
         try:
-            await asyncio.wait_for(loop.sock_sendall(ours, frame(content)), _IMPORT_TIMEOUT_S)
             return await asyncio.wait_for(self._loaded, _IMPORT_TIMEOUT_S)
         except BaseException as error:
             await self._end_supervisor()
-            if not isinstance(error, (OSError, WorkerEnded, asyncio.TimeoutError)):
+            if not isinstance(error, (WorkerEnded, asyncio.TimeoutError)):
                 raise
             late = isinstance(error, asyncio.TimeoutError)
             specs = [*self._settings.specs, *self._settings.rewards.values()]
@@ -224,63 +192,23 @@ class LocalWorkers:
             ) from None
 
     def _hear(self) -> None:
-        """Take in what the supervisor says: what it imported, and how workers ended."""
-        assert self._control is not None
+        """Take in what the supervisor says: what it imported, and how workers ended. Where it is gone, the next call starts
+        another."""
+        assert self._host is not None
         assert self._loaded is not None
-        try:
-            data = self._control.recv(_CHUNK)
-            for message in self._frames.feed(data):
-                if not isinstance(message, dict):
-                    raise ValueError("no message of a supervisor")
-                if "ready" in message and not self._loaded.done():
-                    self._loaded.set_result(message)
-                elif "started" in message and message["started"] in self._workers:
-                    self._workers[message["started"]].process = int(message["process"])
-                elif "ended" in message and (worker := self._workers.pop(message["ended"], None)) is not None:
-                    worker.ended_with(_manner(message["status"]) + _PERHAPS_MEMORY.get(message["status"], ""))
-        except BlockingIOError:
-            return
-        except (OSError, ValueError):
-            data = b""
-        if not data:
-            self._lose()
-
-    def _lose(self) -> None:
-        """The supervisor is gone, and with it all workers; the next call starts another."""
-        process, self._process = self._process, None
-        assert process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(REPORT_WITHIN_S)
-        status = process.poll()
-        process.kill()
-        self._forget(_manner(status) if status is not None else "closed its connection")
-
-    def _forget(self, manner: str) -> None:
-        """Close what leads to a supervisor that ended, or is about to."""
-        if self._control is None or self._loaded is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._control)
-        self._control.close()
-        self._control = None
-        for worker in self._workers.values():
-            worker.ended_with(f"was ended with its supervisor, which {manner}")
-        self._workers.clear()
-        if not self._loaded.done():
-            self._loaded.set_exception(WorkerEnded(manner))
-
-    def _ask_to_end(self, number: int) -> None:
-        if self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.send(frame({"end": number}))
+        for message in self._host.hear():
+            if "ready" in message and not self._loaded.done():
+                self._loaded.set_result(message)
+        if lost := self._host.lost:
+            self._host = None
+            if not self._loaded.done():
+                self._loaded.set_exception(WorkerEnded(lost))
 
     async def _end_supervisor(self) -> None:
-        process, self._process = self._process, None
-        if self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.send(frame({"quit": True}))
-        self._forget("was ended with the run")
-        if process is not None:
-            await asyncio.to_thread(_await_end, process)
+        host, self._host = self._host, None
+        if host is not None:
+            host.forget()
+            await asyncio.to_thread(host.close)
 
     def _interpreter(self) -> list[str]:
         """Return the command of the supervisor, but for its last argument. Under another interpreter this package alone is
@@ -290,7 +218,7 @@ class LocalWorkers:
             if found is None:
                 rule, remedy = "must be an interpreter that can be run", "name one as in /path/to/venv/bin/python"
                 raise ConfigError([Violation.of("environment.python", python, rule, remedy)])
-            return [found, "-c", _BOOT, str(Path(_PACKAGE_PARENT, "skyrl_train"))]
+            return [found, "-c", _BOOT, str(Path(PACKAGE_PARENT, "skyrl_train"))]
         return [sys.executable, "-m", "skyrl_train.rollout.hosts.worker"]
 
     def _log_file(self) -> IO[bytes]:
@@ -325,17 +253,6 @@ def _append(log: IO[bytes], text: bytes) -> None:
     log.flush()
 
 
-def _manner(status: int) -> str:
-    """How a process ended, as `subprocess` counts: negative is a signal."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was ended by {name}"
-
-
 def _own_path() -> list[str]:
     """Return where this process finds modules, without what is installed for its interpreter."""
     standard = sysconfig.get_path("stdlib")
@@ -346,18 +263,9 @@ def _own_path() -> list[str]:
 
 def _environment(variables: Mapping[str, str], *, apart: bool) -> dict[str, str]:
     """These, with one thread for each of a worker's numerical libraries: there are many workers."""
-    path = os.pathsep.join(filter(None, ["" if apart else _PACKAGE_PARENT, variables.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, ["" if apart else PACKAGE_PARENT, variables.get("PYTHONPATH", "")]))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {**threads, **variables, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
-
-
-def _await_end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_CLOSE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_CLOSE_TIMEOUT_S)
 
 
 def violations_in_process(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_train.registry import split_spec
-from skyrl_train.rollout.boundary.session import MAX_WORKERS, Broken, Request, late
+from skyrl_train.rollout.boundary.session import MAX_WORKERS, AroundCalls, Broken, Request, late
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.types import FailureKind
 
@@ -78,9 +78,17 @@ class ProcessEnvironments:
 
     given_up = "their worker processes were ended"
 
-    def __init__(self, host: WorkerHost, *, num_workers: int | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: WorkerHost,
+        *,
+        num_workers: int | None,
+        timeout_s: float,
+        around: AroundCalls = contextlib.nullcontext,
+    ) -> None:
         """`num_workers` None: as many as environments, of asynchronous ones as there are cores. `timeout_s` is the deadline
-        of each call, counted from when its worker is free for it."""
+        of each call, counted from when its worker is free for it; `around` is entered for each call, and that wait."""
+        self.around = around
         self._host, self._num_workers = host, num_workers
         self.timeout_s = timeout_s
         self._shared: list[_SharedWorker] = []
@@ -137,7 +145,10 @@ class _InWorker:
         """Calls so far, and a digest of each answer."""
 
     async def ask(self, request: Request) -> object:
-        request = self._plain(request)
+        with self._environments.around():
+            return await self._ask(self._plain(request))
+
+    async def _ask(self, request: Request) -> object:
         if request["call"] == "construction":
             self._env_class = split_spec(request["spec"])[0]
         while True:

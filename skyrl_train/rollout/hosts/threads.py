@@ -15,11 +15,12 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from skyrl_train.registry import at_breakpoint
-from skyrl_train.rollout.boundary.session import MAX_WORKERS, Request, describe, late
+from skyrl_train.rollout.boundary.session import MAX_WORKERS, AroundCalls, Request, describe, late
 from skyrl_train.rollout.hosts.hosted import HostedEnvironment
 
 T = TypeVar("T")
@@ -109,8 +110,10 @@ class ThreadEnvironments:
 
     given_up = "their threads were given up"
 
-    def __init__(self, *, num_workers: int | None, timeout_s: float) -> None:
-        """`num_workers` None: as many as there are trajectories, which have one call each at a time."""
+    def __init__(self, *, num_workers: int | None, timeout_s: float, around: AroundCalls = nullcontext) -> None:
+        """`num_workers` None: as many as there are trajectories, which have one call each at a time. `around` is entered for
+        each call, and the wait for a thread."""
+        self.around = around
         if sys.breakpointhook is sys.__breakpointhook__:
             sys.breakpointhook = _breakpoint
         self._slots = asyncio.Semaphore(num_workers or MAX_WORKERS)
@@ -194,10 +197,11 @@ class _OnThreads:
 
     async def ask(self, request: Request) -> object:
         call, what = partial(self._hosted.answer, request), f"{self._name}.{request['call']}"
-        answer = await self._threads.call(call, what=what, if_late=self._hosted.close_late)
-        if isinstance(answer, Coroutine):
-            return await self._hosted.in_time(request, answer, self._threads.timeout_s)
-        return answer
+        with self._threads.around():
+            answer = await self._threads.call(call, what=what, if_late=self._hosted.close_late)
+            if isinstance(answer, Coroutine):
+                return await self._hosted.in_time(request, answer, self._threads.timeout_s)
+            return answer
 
     def release(self) -> None:
         """Nothing to do: the object goes with this handle."""

@@ -1,7 +1,7 @@
-"""The processes that environments run in: `python -m skyrl_train.rollout.hosts.worker FD`, started by `local.py`.
+"""The processes that environments run in, started by `local.py`.
 
     trainer
-      supervisor     starts workers and ends them with everything that stems from them; says how each ended
+      supervisor     that of `system/processes`: starts workers and ends them with everything that stems from them
         worker       one session, one process group; answers over its own connection to the trainer, one request at a time;
                      asynchronous environments' are awaited together, on a loop beside that
           ...        whatever an environment starts; ends with its worker
@@ -10,12 +10,11 @@ The supervisor imports the environments' modules once and forks the workers, whi
 memory. Where the import leaves a thread or an open file behind, which a fork would break, it says so and is started once
 more without: each worker then imports by itself. No kept library does this without unpickling what the child sends.
 
-Messages (`connection.py`) are never sent over standard input, output or error.
+Messages are never sent over standard input, output or error.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import faulthandler
@@ -26,13 +25,10 @@ import importlib
 import io
 import os
 import resource
-import select
 import signal
 import socket
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -47,20 +43,15 @@ from skyrl_train.rollout.envs.environments import (
     resolve_environment,
     split_environment,
 )
-from skyrl_train.rollout.hosts.connection import Frames, frame
 from skyrl_train.rollout.hosts.hosted import HostedEnvironment
 from skyrl_train.rollout.rewards.reward_functions import reward_facts, reward_violations
 from skyrl_train.rollout.tools.toolbox import tool_violations
 from skyrl_train.rollout.tools.variables import told_missing, watch
-from skyrl_train.system.processes import adopt_orphans, children, end_with_parent, kill, prefer_for_memory
+from skyrl_train.system.processes import FIRST_OWN_FD, Frames, Supervisor, adopt_orphans, frame
 from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import FailureKind
 
 _CHUNK = 1 << 18
-_LOOK_EVERY_S = 1.0
-_END_WITHIN_S = 5.0
-_FIRST_OWN_FD = 100
-"""Connections are moved here: code that closes low file descriptors does not hit them."""
 _LINUX = sys.platform == "linux"
 
 
@@ -70,7 +61,7 @@ _LINUX = sys.platform == "linux"
 def _work(connection: socket.socket) -> None:
     """Answer requests until the trainer closes the connection."""
     frames, hosted, replies = Frames(), dict[int, HostedEnvironment](), _Replies(connection)
-    while data := _receive(connection):
+    while data := connection.recv(_CHUNK):
         for request in frames.feed(data):
             number = int(request["environment"])
             if number not in hosted:
@@ -118,7 +109,7 @@ class _Output:
     """Standard output and error, which lead to the log whatever an environment closes."""
 
     def __init__(self) -> None:
-        self._log = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN_FD)
+        self._log = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN_FD)
         self._streams: tuple[TextIO, ...] = (sys.stdout, sys.stderr)
 
     def restore(self) -> None:
@@ -149,42 +140,17 @@ def _framed(answer: dict[str, Any], number: int) -> bytes:
         return frame({"number": number, "answer": failure})
 
 
-def _receive(connection: socket.socket) -> bytes:
-    """Return what arrives next; nothing at the end, or when the supervisor is gone."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        if select.select([connection], [], [], _LOOK_EVERY_S)[0]:
-            return connection.recv(_CHUNK)
-    return b""
-
-
-def _become_worker(connection: socket.socket, memory_bytes: int, supervisor: int) -> None:
-    """What a forked process does in place of the supervisor's work: be a worker, and end."""
-    status = 1
-    try:
-        os.setsid()
-        end_with_parent(signal.SIGKILL)
-        adopt_orphans()
-        if os.getppid() != supervisor:
-            return
-        signal.set_wakeup_fd(-1)
-        # A shell has what it starts in the background ignore SIGQUIT, and `nohup` SIGHUP: a worker would, too.
-        for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGQUIT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        faulthandler.enable(file=2)
-        stacks.answer("worker of environments")
-        prefer_for_memory()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _limit_memory(memory_bytes)
-        if "numpy.random" in sys.modules:  # numbers of its own, as Python's module draws after a fork by itself
-            sys.modules["numpy.random"].seed()
-        _work(connection)
-        status = 0
-    except BaseException:
-        with contextlib.suppress(BaseException):
-            traceback.print_exc()
-    finally:
-        os._exit(status)
+def _become_worker(memory_bytes: int, descriptor: int) -> None:
+    """Be a worker: what a process that the supervisor forked does."""
+    adopt_orphans()
+    connection = socket.socket(fileno=os.dup(descriptor))
+    faulthandler.enable(file=2)
+    stacks.answer("worker of environments")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory(memory_bytes)
+    if "numpy.random" in sys.modules:  # numbers of its own, as Python's module draws after a fork by itself
+        sys.modules["numpy.random"].seed()
+    _work(connection)
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -199,111 +165,7 @@ def _limit_memory(num_bytes: int) -> None:
 # The supervisor
 
 
-class Supervisor:
-    """Starts workers and ends them. One thread, which runs no environment's code after it has imported it."""
-
-    def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
-        """`control` is the connection to the trainer; `settings` is its first message."""
-        self._control = control
-        self._memory_bytes = int(settings["memory_bytes"])
-        self._workers: dict[int, int] = {}
-        """Process to the worker's number."""
-        self._frames = Frames()
-        self._connections: list[int] = []
-        """File descriptors that came for workers that are still to be started."""
-        self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._wake_end = wake
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-
-    def run(self) -> None:
-        """Serve until the trainer closes the connection or a signal ends this."""
-        try:
-            while self._serve():
-                self._collect()
-        finally:
-            self._end_all()
-
-    def _serve(self) -> bool:
-        """Wait a moment for what the trainer says, and do it; False at the end."""
-        ready = select.select([self._control.fileno(), self._wake], [], [], _LOOK_EVERY_S)[0]
-        if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, _CHUNK)
-        if self._control.fileno() not in ready:
-            return True
-        data, descriptors = _receive_descriptors(self._control)
-        self._connections += descriptors
-        for message in self._frames.feed(data):
-            if "start" in message:
-                self._start(int(message["start"]))
-            elif "end" in message:
-                for process in [pid for pid, number in self._workers.items() if number == message["end"]]:
-                    kill(process)
-            else:
-                return False
-        return bool(data)
-
-    def _start(self, number: int) -> None:
-        connection = socket.socket(fileno=self._connections.pop(0))
-        supervisor = os.getpid()
-        process = os.fork()
-        if process == 0:
-            self._control.close()
-            os.close(self._wake)
-            os.close(self._wake_end)
-            _become_worker(connection, self._memory_bytes, supervisor)
-        connection.close()
-        self._workers[process] = number
-        self._tell({"started": number, "process": process})
-
-    def _collect(self) -> None:
-        """Tell of workers that ended, and end what they left behind: processes that nobody else is the parent of."""
-        while True:
-            try:
-                process, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if process == 0:
-                break
-            if process in self._workers:
-                with contextlib.suppress(OSError):
-                    os.killpg(process, signal.SIGKILL)
-                self._tell({"ended": self._workers.pop(process), "status": os.waitstatus_to_exitcode(status)})
-        for orphan in children() - set(self._workers):
-            kill(orphan)
-
-    def _tell(self, message: object) -> None:
-        with contextlib.suppress(OSError):
-            self._control.sendall(frame(message))
-
-    def _end_all(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        deadline = time.monotonic() + _END_WITHIN_S
-        while (running := children() | set(self._workers)) and time.monotonic() < deadline:
-            for process in running:
-                kill(process)
-            self._collect()
-            time.sleep(0.005)
-
-
-def _receive_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return bytes and the file descriptors that came with them, as those of low numbers are for others."""
-    room = array.array("i")
-    data, ancillary, _, _ = connection.recvmsg(_CHUNK, socket.CMSG_SPACE(64 * room.itemsize))
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            room.frombytes(content[: len(content) - len(content) % room.itemsize])
-    return data, [_moved(descriptor) for descriptor in room]
-
-
-def _moved(descriptor: int) -> int:
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN_FD)
-    os.close(descriptor)
-    return moved
-
-
-def _load(settings: dict[str, Any]) -> dict[str, Any]:
+def _load(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Import the environments. Return what is wrong with them, and whether workers can be forked from here now."""
     before = _open_files()
     violations = [vars(found) for spec in settings["specs"] for found in environment_violations(spec)]
@@ -335,27 +197,23 @@ def _open_files() -> set[str]:
 
 
 def main() -> None:
-    """Be the supervisor whose connection to the trainer is the file descriptor in the first argument."""
-    control = socket.socket(fileno=_moved(int(sys.argv[1])))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    end_with_parent(signal.SIGTERM)
-    adopt_orphans()
+    """Be the supervisor: import the environments, and fork workers from there."""
     for stream in (sys.stdout, sys.stderr):  # whatever ends a worker, its log has the lines until then
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    stacks.answer("supervisor of environments")
-    frames = Frames()
-    settings = next(message for data in iter(lambda: control.recv(_CHUNK), b"") for message in frames.feed(data))
-    watch(settings["withheld"])
-    sys.path[:] = [*settings["sys_path"], *(sys.path if settings["apart"] else ())]
-    if settings["preload"]:
-        control.sendall(frame(_load(settings)))
-        gc.collect()
-        gc.freeze()  # what is shared with workers stays shared
-    else:
-        control.sendall(frame({"ready": True, "violations": [], "forkable": True}))
-    Supervisor(control, settings).run()
+    with Supervisor(lambda descriptor: _become_worker(memory_bytes, descriptor)) as supervisor:
+        settings = supervisor.settings
+        memory_bytes = int(settings["memory_bytes"])
+        stacks.answer("supervisor of environments")
+        watch(settings["withheld"])
+        sys.path[:] = [*settings["sys_path"], *(sys.path if settings["apart"] else ())]
+        if settings["preload"]:
+            supervisor.tell(_load(settings))
+            gc.collect()
+            gc.freeze()  # what is shared with workers stays shared
+        else:
+            supervisor.tell({"ready": True, "violations": [], "forkable": True})
+        supervisor.run()
 
 
 if __name__ == "__main__":

@@ -45,17 +45,42 @@ def kill(process: int) -> None:
 
 def start_time(process: int) -> str:
     """Return when a process started, in ticks since the machine did; nothing where there is none, or it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    fields = _stat(process)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
+
+
+def state(process: int) -> str:
+    """Return the letter of `proc(5)`; empty where there is no such process."""
+    return next(iter(_stat(process)), "")
+
+
+def marked(mark: str) -> set[int]:
+    """Return the processes with `mark` (`NAME=value`) in the environment that they were started with. The helper of
+    multiprocessing that removes leaked shared memory is none of them: it ends by itself once nobody holds any, and must
+    come last."""
+    found = set[int]()
+    for entry in os.scandir("/proc") if mark else ():
+        with contextlib.suppress(OSError, ValueError):
+            process, place = int(entry.name), Path(entry.path)
+            if mark.encode() not in (place / "environ").read_bytes().split(b"\0") or not start_time(process):
+                continue
+            if b"resource_tracker" not in (place / "cmdline").read_bytes():
+                found.add(process)
+    return found
 
 
 def prefer_for_memory() -> None:
     """Have the kernel end this process first where memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _stat(process: int) -> list[str]:
+    """Return state, parent and so on, as `proc(5)` lists them after the name; nothing where there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _prctl(option: int, value: int) -> None:

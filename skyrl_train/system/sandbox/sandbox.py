@@ -18,7 +18,6 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from skyrl_train.errors import Violation
+from skyrl_train.system.processes.host import DirectProcess, end_directly, start_directly
 from skyrl_train.system.sandbox import child as sandbox_child
 from skyrl_train.system.sandbox.kernel import call_filter
 
@@ -179,7 +179,7 @@ class Sandbox:
 
     way: _Way
     limits: Limits
-    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _processes: list[DirectProcess] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> Sandbox:
@@ -200,7 +200,7 @@ class Sandbox:
         fds: Sequence[int] = (),
         reads: Sequence[str] = (),
         stdout: int = subprocess.DEVNULL,
-    ) -> subprocess.Popen[bytes]:
+    ) -> DirectProcess:
         """Start `child.py`.
 
         Args:
@@ -208,7 +208,7 @@ class Sandbox:
             settings: Plain data, which none but that process sees.
             fds: What it inherits beside the standard three.
             reads: Places that it can read beside the system and Python.
-            stdout: As for Popen.
+            stdout: As `subprocess` has it.
 
         Raises OSError where it cannot be started; whether it could is also seen by its status.
         """
@@ -232,7 +232,7 @@ class Sandbox:
             calls = self._file(call_filter(namespaces=True))
             inherited.append(calls.fileno())
             words = [*_namespace_words(way, reads), "--seccomp", str(calls.fileno()), "--"]
-        process: subprocess.Popen[bytes] = subprocess.Popen(
+        process = start_directly(
             [*words, os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
             stdin=given,
             stdout=stdout,
@@ -240,7 +240,6 @@ class Sandbox:
             cwd=None if way.program else folder,
             env=_variables(folder),
             pass_fds=inherited,
-            start_new_session=True,
             user=user if way.as_other_user else None,
             group=user if way.as_other_user else None,
             extra_groups=[] if way.as_other_user else None,
@@ -335,13 +334,10 @@ def readable(descriptors: Sequence[int], within_s: float) -> list[int]:
     return [descriptor for descriptor, _ in poll.poll(max(0.0, 1e3 * within_s))]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: DirectProcess) -> None:
     """Kill a process of a sandbox with all that stems from it: its namespace goes with it, or its session, which nothing in
     it can leave."""
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=_END_WITHIN_S)
+    end_directly(process)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()

@@ -21,7 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from skyrl_train.system.processes import STOP_SIGNALS, log_descriptors, terminal_descriptors
+from skyrl_train.system.processes import (
+    STOP_SIGNALS,
+    DirectProcess,
+    log_descriptors,
+    start_directly,
+    terminal_descriptors,
+)
 from skyrl_train.telemetry.logs.redaction import redact_text
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -64,7 +70,7 @@ class ConsoleStream:
         self._line = ""
         self._lock = threading.RLock()
         self._is_logging = False
-        self._tee: tuple[int, TextIO, subprocess.Popen[bytes]] | None = None
+        self._tee: tuple[int, TextIO, DirectProcess] | None = None
         """Descriptor, what wrote to it, and the process that copies it."""
 
     def __getattr__(self, name: str) -> Any:
@@ -175,16 +181,14 @@ def console_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _start_tee(log: str, terminal: int) -> tuple[subprocess.Popen[bytes], int]:
+def _start_tee(log: str, terminal: int) -> tuple[DirectProcess, int]:
     """Return a process that copies to `terminal` and to the end of the file `log` what is written to the descriptor that
     comes with it. It ends when nobody can write there any more, and by no signal that ends the run."""
     reader, writer = os.pipe()
     try:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGPIPE})  # which it inherits
         try:
-            copier = subprocess.Popen(
-                ["tee", "-a", log], stdin=reader, stdout=terminal, stderr=subprocess.DEVNULL, start_new_session=True
-            )
+            copier = start_directly(["tee", "-a", log], stdin=reader, stdout=terminal, stderr=subprocess.DEVNULL)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     except OSError:

@@ -1,4 +1,5 @@
-"""The watchdog of an engine's processes, over real processes that are not vLLM's."""
+"""An engine's processes, over real ones that are not vLLM's. What becomes of them when their owner is killed:
+`tests/reliability/test_process_hosts.py`."""
 
 from __future__ import annotations
 
@@ -14,18 +15,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.inference.vllm.processes import EngineProcesses
-from tests.support.process_trees import is_running
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
-ACTOR = """
-import subprocess, sys, time
-from skyrl_train.inference.vllm.processes import EngineProcesses
-processes = EngineProcesses()
-with processes.starting({}):
-    child = subprocess.Popen(sys.argv[1:], start_new_session=True)
-print(child.pid, flush=True)
-time.sleep(60)
-"""
 
 
 def wait_until(holds: Callable[[], bool], *, seconds: float = 10.0) -> bool:
@@ -33,22 +24,6 @@ def wait_until(holds: Callable[[], bool], *, seconds: float = 10.0) -> bool:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
     return holds()
-
-
-def test_what_was_started_ends_when_the_actor_is_killed() -> None:
-    root = Path(__file__).resolve().parents[3]
-    actor = subprocess.Popen(
-        [sys.executable, "-c", ACTOR, *SLEEP],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    assert actor.stdout is not None
-    child = int(actor.stdout.readline())
-    assert is_running(child)
-    actor.kill()
-    actor.wait()
-    assert wait_until(lambda: not is_running(child), seconds=5.0)
 
 
 def test_closing_ends_what_was_started_inside_and_nothing_else() -> None:

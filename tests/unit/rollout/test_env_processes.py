@@ -24,12 +24,14 @@ from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession
 from skyrl_train.rollout.envs.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.hosts import local as env_local
-from skyrl_train.rollout.hosts.connection import MAX_FRAME_BYTES, Frames, frame
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
+from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.hosts.worker import _load
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment
+from skyrl_train.system.processes import Frames, frame
+from skyrl_train.telemetry import Activity
 from skyrl_train.telemetry.logs import learn_secrets
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
@@ -395,26 +397,6 @@ rollouts(make_prompts(2, deed="a catastrophic regular expression"), env_class=HO
         process.wait(timeout=20)
 
 
-@pytest.mark.slow
-def test_a_trainer_that_is_killed_leaves_no_process_behind() -> None:
-    code = """
-from tests.unit.rollout.test_env_processes import rollouts, make_prompts
-from tests.reliability.hostile_environments import HOSTILE
-rollouts(make_prompts(2, deed="a child that is waited for"), env_class=HOSTILE, step_timeout_s=60.0)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 90
-    while len(descendants(process.pid)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    family = descendants(process.pid)
-    process.kill()
-    process.wait(timeout=20)
-    assert len(family) >= 4  # itself, the supervisor, a worker and what it started
-    while any(map(is_running, family)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, family))
-
-
 @pytest.mark.parametrize(
     "data", [b"\xff" * 8, b"\0\0\0\x01x", b"\0\0\0\x03NaN", b"\0\0\x10\0" + b"[" * 4096, b"\0\0\0\x02\xff\xff"]
 )
@@ -429,7 +411,7 @@ def test_messages_arrive_whole_however_they_are_cut() -> None:
     frames = Frames()
     assert [m for at in range(len(data)) for m in frames.feed(data[at : at + 1])] == messages
     with pytest.raises(ValueError, match="at most"):
-        frame("x" * MAX_FRAME_BYTES)
+        frame("x" * (64 << 20))
 
 
 def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,3 +442,27 @@ def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monke
 
     asyncio.run(play())
     assert log.read_text() == "made: the trainer knows <redacted>, password=<redacted> step x\n"
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_waits_for_environments_are_counted_answered_or_not(isolation: str) -> None:
+    async def play(activity: Activity) -> ProcessEnvironments | ThreadEnvironments:
+        host = LocalWorkers(WorkerSettings(specs=(COUNTING,), registry=False, memory_gb=1.0))
+        among: ProcessEnvironments | ThreadEnvironments
+        if isolation == "thread":
+            among = ThreadEnvironments(num_workers=1, timeout_s=0.6, around=activity.environment)
+        else:
+            among = ProcessEnvironments(host, num_workers=1, timeout_s=0.6, around=activity.environment)
+            await among.prepare()
+        quick, slow = (EnvironmentSession(among, COUNTING, {"slow_s": s}, "Counting") for s in (0.3, 1.5))
+        await quick.start(MESSAGES)
+        await quick.step("x")
+        await slow.start(MESSAGES)
+        with pytest.raises(Broken):
+            await slow.step("x")
+        await among.aclose()
+        return among
+
+    activity = Activity()
+    assert asyncio.run(play(activity)).num_given_up == 1
+    assert 0.85 < activity.take().metrics["timing/wait/environments"] < 10.0

@@ -279,13 +279,15 @@ def test_what_a_command_leaves_behind_ends_with_it_however_it_hid(roll: Roll, tm
     assert eventually(lambda: not any(map(is_running, marked(mark))))
 
 
-def test_a_command_whose_keeper_is_killed_ends_and_is_cleaned_up(roll: Roll, docker: Docker, tmp_path: Path) -> None:
+def test_a_command_whose_supervisor_is_killed_ends_and_is_cleaned_up(
+    roll: Roll, docker: Docker, tmp_path: Path
+) -> None:
     then = "import signal, subprocess, time\n"
     then += "docker = int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])\n"
     then += "os.kill(docker, signal.SIGKILL)\ntime.sleep(60)\n"
     failure = roll(scripted("5"), agent(tmp_path, then, **in_docker())).trajectories[0].failure
     assert failure is not None
-    assert "the keeper of the command was lost" in failure.message
+    assert "the command was ended with its supervisor, which was ended by SIGKILL" in failure.message
     assert eventually(lambda: not docker.containers())
 
 
