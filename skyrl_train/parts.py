@@ -1,4 +1,4 @@
-"""The built-in parts by seam: their names, where each is defined, and what it reads.
+"""The built-in parts by seam: their names, where each is defined, and what it reads. Its arguments stand where it is defined.
 
 Which passes a run needs, and which columns travel, follows from what its parts read (`config/algorithm/settings.py`,
 `config/derived/learners.py`), before anything that imports torch is loaded; a custom part declares the same with
@@ -51,6 +51,7 @@ ADVANTAGE_ESTIMATORS = Seam(
     readable=frozenset(
         {"old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "greedy_rewards", "reward_components"}
     ),
+    declares_arguments=True,
 )
 """`(AdvantageInputs, AlgorithmConfig) -> AdvantageOutput`. A custom one that declares nothing is given all there is."""
 
@@ -79,6 +80,7 @@ POLICY_LOSSES = Seam(
     given=("inputs", "config"),
     readable=frozenset({"advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "values"}),
     undeclared=Reads(columns=frozenset({"advantages", "old_logprobs"}), declared=False),
+    declares_arguments=True,
 )
 """`(PolicyLossInputs, AlgorithmConfig) -> PolicyLossOutput`."""
 
@@ -208,6 +210,7 @@ CRITIC_LOSSES = Seam(
     "trainer.algorithm.critic_loss",
     {"clipped": Builtin("skyrl_train.algorithms.losses.critic:value_loss")},
     given=("inputs", "config"),
+    declares_arguments=True,
 )
 """`(ValueLossInputs, AlgorithmConfig) -> PolicyLossOutput`."""
 

@@ -3,13 +3,15 @@
 A setting that chooses a part takes a built-in name, a target `package.module:attr`, or a mapping in Hydra's idiom,
 `{_target_: package.module:attr, tau: 0.3}`, whose other keys are keyword arguments of the target. A target resolves the
 same way in every process, so nothing has to be registered or shipped. Built-in names are targets too: `Seam` lists
-them, together with what each part reads, and imports a part only when it is used.
+them, together with what each part reads, and imports a part only when it is used. Which arguments a built-in part takes
+is read from its source (`declared_arguments`), so that a wrong one is refused before torch is imported.
 
 A target may be in a file of the user's own, named by its path; where it raises, a message quotes the line of that file.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import hashlib
@@ -18,6 +20,7 @@ import importlib.util
 import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -25,8 +28,8 @@ from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, TypeVar
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from skyrl_train.errors import ConfigError, Violation
 
@@ -112,6 +115,8 @@ class Seam(Mapping[str, Any]):
     """What a custom part that is a class must define: `a|b` where one of two will do, `async a` for a coroutine."""
     names_elsewhere: bool = False
     """There are further names, which can only be looked up where they are used: who does so checks the part, too."""
+    declares_arguments: bool = False
+    """Its built-in parts are functions whose keyword-only parameters say what their arguments may be, as settings do."""
     undeclared: Reads = field(default_factory=lambda: Reads(declared=False))
     """What is assumed of a custom part that does not say what it reads."""
 
@@ -129,9 +134,38 @@ class Seam(Mapping[str, Any]):
 
         Raises ConfigError naming the setting, the known names and the nearest one.
         """
-        target, arguments = split_spec(spec)
+        target, arguments = split_spec(self.normal(spec))
         part: Any = import_attr(self._target(target), field=self.setting)
         return functools.partial(part, **arguments) if arguments else part
+
+    def arguments(self, spec: PartSpec) -> Mapping[str, Argument]:
+        """The arguments of the built-in part that `spec` chooses, as it declares them, without importing it; of a custom
+        part, and where parts declare none, nothing."""
+        builtin = self.builtins.get(self.name_of(spec)) if self.declares_arguments else None
+        return {} if builtin is None else declared_arguments(builtin.target)
+
+    def normal(self, spec: PartSpec) -> PartSpec:
+        """The same part in the shortest way: a built-in one by its name, without arguments that are at their default.
+
+        Arguments are of the types that the part declares, where they can be; `violations` tells of the others.
+        """
+        arguments = split_spec(spec)[1]
+        name, declared = self.name_of(spec), self.arguments(spec) if arguments else {}
+        typed = {key: declared[key].typed(value) if key in declared else value for key, value in arguments.items()}
+        kept = {key: value for key, value in typed.items() if key not in declared or not declared[key].is_default(value)}
+        if name in self.builtins:
+            return {TARGET: name, **kept} if kept else name
+        return spec if isinstance(spec, str) else {TARGET: spec[TARGET], **kept}
+
+    def complete(self, spec: PartSpec) -> PartSpec:
+        """The same part with every argument that it declares, for a record that says what its defaults were."""
+        declared = self.arguments(spec)
+        defaults = {key: argument.default for key, argument in declared.items()}
+        return {TARGET: self.name_of(spec), **defaults, **split_spec(spec)[1]} if declared else spec
+
+    def having(self, argument: str) -> list[str]:
+        """The built-in parts that take an argument of that name."""
+        return [name for name in self.builtins if argument in self.arguments(name)]
 
     def name_of(self, spec: PartSpec) -> str:
         """The built-in name, also where `spec` is its target; the target of a custom part."""
@@ -156,12 +190,17 @@ class Seam(Mapping[str, Any]):
         """What is wrong with `spec`, the value of `setting`: no such name, nothing to import there, arguments that the
         part does not take.
 
-        Imports custom parts, and built-in ones only where arguments are given to them.
+        Imports custom parts, and built-in ones only where arguments are given to them that they do not declare. Whether
+        the value of a declared one is allowed is a rule (`config/rules/argument_rules.py`).
         """
         setting = setting or self.setting
         target, arguments = split_spec(spec)
         if target in self.builtins and not arguments:
             return []
+        name = self.name_of(spec)
+        if self.declares_arguments and name in self.builtins:
+            known = [*self.arguments(name)]
+            return list(_unknown_arguments(arguments, known, field=setting, name=name, having=self.having))
         own = self.builtins[target].settings if target in self.builtins else ""
         if own:
             rule, value = f"takes no arguments with {target}", ", ".join(arguments)
@@ -180,7 +219,9 @@ class Seam(Mapping[str, Any]):
             )
             remedy = "Change its declaration, @reads(...)"
             return [Violation(field=setting, rule=rule, value=repr(target), remedy=remedy)]
-        found = list(argument_violations(part, arguments, field=setting, name=target, given=self.given))
+        found = list(
+            argument_violations(part, arguments, field=setting, name=target, given=self.given, having=self.having)
+        )
         return [*found, *_missing_methods(part, self.methods, field=setting, name=target)]
 
     def _target(self, name: str, setting: str = "") -> str:
@@ -208,8 +249,78 @@ def part_name(spec: PartSpec) -> str:
     return f"{target}({inside})" if arguments else target
 
 
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """A keyword argument that a built-in part takes."""
+
+    annotation: Any
+    """Its type, with ranges and the like, as a setting's."""
+    default: Any
+    meaning: str
+    """What the docstring of the part says of it."""
+
+    def typed(self, value: Any) -> Any:
+        """The value, as a float where that is meant: `2`, or `1e-6`, which YAML 1.1 readers leave a text."""
+        wants_float = (get_args(self.annotation) or (self.annotation,))[0] is float
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return float(value) if wants_float and (is_number or _is_exponent(value)) else value
+
+    def is_default(self, value: Any) -> bool:
+        """Whether the value is the default, and of its type."""
+        return type(value) is type(self.default) and bool(value == self.default)
+
+
+@functools.cache
+def declared_arguments(target: str) -> Mapping[str, Argument]:
+    """The keyword-only parameters of the function that `package.module:attr` names, from its source.
+
+    Its module is not run, as that would import torch; names in annotations are those that the module imports.
+    """
+    module, _, name = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, "a built-in part is where its target says"
+    assert spec.origin is not None, "a built-in part is where its target says"
+    nodes = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    function = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+    parameters = dict(zip(function.args.kwonlyargs, function.args.kw_defaults))
+    texts = {each.arg: ast.unparse(each.annotation) for each in parameters if each.annotation}
+    names = {node.id for each in parameters for node in ast.walk(each) if isinstance(node, ast.Name)}
+    imported = {
+        name.asname or name.name: getattr(importlib.import_module(node.module), name.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module
+        for name in node.names
+        if (name.asname or name.name) in names
+    }
+    hints = get_type_hints(SimpleNamespace(__annotations__=texts), imported, include_extras=True)
+    meanings = _meanings(ast.get_docstring(function) or "")
+    return {
+        each.arg: Argument(
+            annotation=hints[each.arg], default=ast.literal_eval(default or ""), meaning=meanings.get(each.arg, "")
+        )
+        for each, default in parameters.items()
+    }
+
+
+def _meanings(docstring: str) -> dict[str, str]:
+    """What a docstring says of each argument under `Args:`."""
+    _, _, section = docstring.partition("\nArgs:\n")
+    lines = re.sub(r"\n {5,}", " ", section.partition("\n\n")[0]).splitlines()
+    return {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
+
+
+def _is_exponent(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) is not None
+
+
 def argument_violations(
-    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str, name: str, given: Sequence[str] = ()
+    part: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    field: str,
+    name: str,
+    given: Sequence[str] = (),
+    having: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> Iterator[Violation]:
     """Keyword arguments that `part` does not take, those that it needs and does not get, and too few parameters for what
     it is given by position.
@@ -218,6 +329,7 @@ def argument_violations(
         part: A class or a function, which is called with `given` by position beside these.
         field: The setting, e.g. `trainer.algorithm.policy_loss`.
         name: As the part is called in the message.
+        having: The built-in parts that take an argument of a name.
     """
     try:
         parameters = list(inspect.signature(part).parameters.values())
@@ -232,12 +344,8 @@ def argument_violations(
     parameters = parameters[len(given) :]
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = [one.name for one in named]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    for key, value in arguments.items():
-        if key not in known and not takes_any:
-            rule = f"is no argument of {name}, which takes {', '.join(known) or 'none'}"
-            remedy = did_you_mean(key, known) or f"drop {field}.{key}"
-            yield Violation(field=f"{field}.{key}", rule=rule, value=repr(value), remedy=remedy)
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        yield from _unknown_arguments(arguments, known, field=field, name=name, having=having)
     for one in named:
         if one.default is one.empty and one.name not in arguments:
             setting = "" if field.endswith("]") else f"{field}="  # an item of a list is written with its list
@@ -245,6 +353,19 @@ def argument_violations(
             yield Violation(
                 field=f"{field}.{one.name}", rule=f"must be given to {name}", value="nothing", remedy=remedy
             )
+
+
+def _unknown_arguments(
+    arguments: Mapping[str, Any], known: Sequence[str], *, field: str, name: str, having: Callable[[str], Sequence[str]]
+) -> Iterator[Violation]:
+    for key, value in arguments.items():
+        if key not in known:
+            rule = f"is no argument of {name}, which takes {', '.join(known) or 'none'}"
+            if others := having(key):  # it may come from a preset
+                remedy = f"it is one of {', '.join(others)}: drop it, or what a preset says with ~{field}.{key}"
+            else:
+                remedy = did_you_mean(key, list(known)) or f"drop {field}.{key}"
+            yield Violation(field=f"{field}.{key}", rule=rule, value=repr(value), remedy=remedy)
 
 
 def _missing_methods(part: Any, methods: Sequence[str], *, field: str, name: str) -> Iterator[Violation]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ from skyrl_train.algorithms.losses.ratios import (
     ratio_metrics,
     token_means,
 )
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, Positive
+from skyrl_train.config.fields import Range
 from skyrl_train.telemetry import Metric
 
 
@@ -92,8 +95,14 @@ def rollout_is(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossO
     return _weighted(inputs, torch.where(outside, 0.0, ratio), ratio_metrics(mask, log_ratio, clip_fraction=outside))
 
 
-def dppo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
-    """`-M * stop_gradient(min(ratio, dppo_max_ratio)) * A * logprob`, `ratio = exp(logprob - rollout_logprob)`.
+def dppo(
+    inputs: PolicyLossInputs,
+    config: AlgorithmConfig,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    max_ratio: Annotated[float, Range(1.0)] = 20.0,
+) -> PolicyLossOutput:
+    """`-M * stop_gradient(min(ratio, max_ratio)) * A * logprob`, `ratio = exp(logprob - rollout_logprob)`.
 
     Divergence PPO, Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, binary variants. With
     `p = exp(rollout_logprob)`, `q = exp(logprob)`, the divergence is `D = |p - q|` (tv) or
@@ -101,6 +110,10 @@ def dppo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     `q > p` and `D > eps_clip_high`, or `A < 0`, `q < p` and `D > eps_clip_low`; else 1. As in the paper the region lies
     around the policy that sampled; verl takes the policy at the start of the update. Needs rollout log-probabilities.
     Raises BatchError for malformed inputs.
+
+    Args:
+        divergence: Total variation or KL divergence between the two outcomes token and not this token.
+        max_ratio: Importance weights are truncated here.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
@@ -108,13 +121,13 @@ def dppo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     logprobs = masked(inputs.logprobs, mask).detach()
     log_ratio = log_ratio_of(logprobs, rollout, mask)
     old, new = rollout.exp(), logprobs.exp()
-    divergence = (old - new).abs() if config.dppo_divergence == "tv" else _binary_kl(rollout, logprobs)
+    distance = (old - new).abs() if divergence == "tv" else _binary_kl(rollout, logprobs)
     rounding = logprob_rounding(logprobs.dtype)
-    rising = (inputs.advantages > 0) & (new > old) & (divergence > max(config.eps_clip_high, rounding))
-    falling = (inputs.advantages < 0) & (new < old) & (divergence > max(config.eps_clip_low, rounding))
+    rising = (inputs.advantages > 0) & (new > old) & (distance > max(config.eps_clip_high, rounding))
+    falling = (inputs.advantages < 0) & (new < old) & (distance > max(config.eps_clip_low, rounding))
     left = rising | falling
-    weight = torch.where(left, 0.0, log_ratio.exp().clamp(max=config.dppo_max_ratio))
-    return _weighted(inputs, weight, ratio_metrics(mask, log_ratio, clip_fraction=left, divergence=divergence))
+    weight = torch.where(left, 0.0, log_ratio.exp().clamp(max=max_ratio))
+    return _weighted(inputs, weight, ratio_metrics(mask, log_ratio, clip_fraction=left, divergence=distance))
 
 
 def _binary_kl(old_logprobs: Tensor, new_logprobs: Tensor) -> Tensor:
@@ -129,18 +142,24 @@ def _binary_kl(old_logprobs: Tensor, new_logprobs: Tensor) -> Tensor:
     return old_logprobs.exp() * (old_logprobs - new_logprobs) + others
 
 
-def sapo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
-    """`-A * (4 / tau) * sigmoid(tau * (ratio - 1))`, `tau = sapo_tau_pos` where `A > 0`, else `sapo_tau_neg`.
+def sapo(
+    inputs: PolicyLossInputs, _config: AlgorithmConfig, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
+) -> PolicyLossOutput:
+    """`-A * (4 / tau) * sigmoid(tau * (ratio - 1))`, `tau = tau_pos` where `A > 0`, else `tau_neg`.
 
     Soft Adaptive Policy Optimization, arXiv:2511.20347: a smooth gate in place of clipping, whose slope at ratio 1 is
     that of the policy gradient. The paper averages losses per sequence: `loss_reduction=sequence_mean`.
     Raises BatchError for malformed inputs.
+
+    Args:
+        tau_pos: Temperature of the gate for positive advantages.
+        tau_neg: Temperature of the gate for the others; larger fades faster.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
     advantages = masked(inputs.advantages, mask)
-    positive, negative = (advantages.new_tensor(tau) for tau in (config.sapo_tau_pos, config.sapo_tau_neg))
+    positive, negative = (advantages.new_tensor(tau) for tau in (tau_pos, tau_neg))
     tau = torch.where(advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
     return PolicyLossOutput(

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
+from skyrl_train.config.algorithm.earlier import as_now
 from skyrl_train.config.fields.facts import Most, Range, StandsFor
 from skyrl_train.config.fields.fields import fact, hints, is_optional, remedy_for_unknown, section_of
 from skyrl_train.config.schema import Config
@@ -60,6 +61,8 @@ class Loaded(Generic[T]):
 
     config: T
     violations: tuple[Violation, ...]
+    notes: tuple[str, ...] = ()
+    """What to write instead of settings of before."""
 
     @property
     def refused(self) -> frozenset[str]:
@@ -87,9 +90,10 @@ def load_root(tree: Mapping[str, Any], schema: type[T]) -> T:
 
 def read_root(tree: Mapping[str, Any], schema: type[T]) -> Loaded[T]:
     """Like `load_root`, but returns the violations beside what could be read."""
+    now = as_now(tree)
     conversion = Conversion(schema)
-    config = conversion.section(schema, tree)
-    return Loaded(config=config, violations=tuple(conversion.violations))
+    config = conversion.section(schema, now.tree)
+    return Loaded(config=config, violations=(*now.violations, *conversion.violations), notes=now.notes)
 
 
 @dataclass
@@ -194,7 +198,7 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
 def _part(value: Any, path: str, seam: Seam, *, optional: bool) -> PartSpec | None:
     """A name or target as text, or `_target_` and arguments, whose values are checked against the part later on.
 
-    A built-in part without arguments gets its name, however it was written.
+    A built-in part gets its name, however it was written, and keeps arguments that are not at their defaults.
     """
     if value is None and optional:
         return None
@@ -204,9 +208,7 @@ def _part(value: Any, path: str, seam: Seam, *, optional: bool) -> PartSpec | No
     target = arguments.get(TARGET)
     if not isinstance(target, str) or not target:
         raise _Refused(f"must name the part as {TARGET}", f"write {path}={{{TARGET}: package.module:attr, ...}}")
-    spec = {TARGET: absolute_target(target), **{key: item for key, item in arguments.items() if key != TARGET}}
-    name = seam.name_of(spec)
-    return name if len(spec) == 1 and name in seam.builtins else spec
+    return seam.normal({**arguments, TARGET: absolute_target(target)})
 
 
 def _convert_plain(value: Any, annotation: Any, path: str) -> Any:

@@ -60,17 +60,12 @@ def _batch_normalize(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _bounds(algorithm: AlgorithmConfig, section: str, low: str, high: str, lowest: str) -> Iterator[Violation]:
-    """The lower one of two settings of a section (empty: of the algorithm) must not be above the other."""
-    node = getattr(algorithm, section) if section else algorithm
-    low_value, high_value = getattr(node, low), getattr(node, high)
-    name = f"{section}.{low}" if section else low
+def _bounds(algorithm: AlgorithmConfig, low: str, high: str) -> Iterator[Violation]:
+    """The lower one of two settings of `off_policy` must not be above the other."""
+    low_value, high_value = getattr(algorithm.off_policy, low), getattr(algorithm.off_policy, high)
+    name = f"off_policy.{low}"
     yield from _require(
-        low_value <= high_value,
-        name,
-        f"must not be above {high}={high_value:g}",
-        low_value,
-        f"{name}={lowest}",
+        low_value <= high_value, name, f"must not be above {high}={high_value:g}", low_value, f"{name}=0"
     )
 
 
@@ -222,9 +217,8 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _proximal,
     _rejection,
     _batch_normalize,
-    partial(_bounds, section="off_policy", low="weight_low", high="weight_high", lowest="0"),
-    partial(_bounds, section="off_policy", low="sequence_mask_low", high="sequence_mask_high", lowest="0"),
-    partial(_bounds, section="", low="clip_cov_low", high="clip_cov_high", lowest="1"),
+    partial(_bounds, low="weight_low", high="weight_high"),
+    partial(_bounds, low="sequence_mask_low", high="sequence_mask_high"),
     _entropy_coef,
     _kl_controller,
     _reward_clip,

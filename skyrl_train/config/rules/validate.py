@@ -21,6 +21,7 @@ from skyrl_train.config.fields.fields import Rule, is_refused, parts_of, recorde
 from skyrl_train.config.models.engines import GeneratorConfig
 from skyrl_train.config.models.placement import PlatformConfig, StrategyConfig
 from skyrl_train.config.rules.algorithm_rules import ALGORITHM_RULES
+from skyrl_train.config.rules.argument_rules import value_violations
 from skyrl_train.config.rules.async_rules import ASYNC_RULES
 from skyrl_train.config.rules.mix import mixed_datasets
 from skyrl_train.config.rules.validate_engines import ENGINE_RULES
@@ -85,6 +86,7 @@ def part_violations(root: object, refused: Collection[str] = ()) -> Iterator[Vio
         specs = {f"{field}[{index}]": spec for index, spec in enumerate(value)} if many else {field: value}
         for setting, spec in specs.items():
             yield from seam.violations(spec, setting)
+            yield from value_violations(seam, spec, setting)
 
 
 def _response_length(generator: GeneratorConfig, name: str) -> Iterator[Violation]:

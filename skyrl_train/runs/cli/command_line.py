@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
+from skyrl_train.config.algorithm import EARLIER
 from skyrl_train.config.door import Conversion, Loaded, read_root
 from skyrl_train.config.fields import (
     Rule,
@@ -103,6 +104,8 @@ class CommandLine:
         self._multirun = multirun
         self._rules = rules
         self._found: dict[str, Violation] = {}
+        self.notes: dict[str, None] = {}
+        """What to write instead of settings of before, each once."""
 
     def violations(self, arguments: Sequence[str], *, names_only: bool) -> list[Violation]:
         """Every problem with the arguments.
@@ -178,7 +181,7 @@ class CommandLine:
         fields = {field.path: field for field in walk(self._root.schema)}
         if key in fields and fields[key].section and not override.is_sweep_override():
             return self._check_section(fields[key], override)
-        if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
+        if key in fields or key in EARLIER or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
         near_group = None if "." in key or peer_name(key) else nearest(key, self._composer.groups())
         remedy = f"did you mean {near_group}=...?" if near_group else remedy_for_unknown(key, self._root.schema)
@@ -218,6 +221,7 @@ class CommandLine:
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
             violations = self._violations_of(loaded)
+        self.notes.update(dict.fromkeys(loaded.notes))
         fields = {violation.field for violation in violations}
         for violation in violations:
             source = source_of(config, violation.field)
