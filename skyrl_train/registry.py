@@ -3,8 +3,8 @@
 A setting that chooses a part takes a built-in name, a target `package.module:attr`, or a mapping in Hydra's idiom,
 `{_target_: package.module:attr, tau: 0.3}`, whose other keys are keyword arguments of the target. A target resolves the
 same way in every process, so nothing has to be registered or shipped. Built-in names are targets too: `Seam` lists
-them, together with what each part reads, and imports a part only when it is used. Which arguments a built-in part takes
-is read from its source (`declared_arguments`), so that a wrong one is refused before torch is imported.
+them, together with what each part reads, and imports a part only when it is used. What a loss reads and which arguments
+a part takes stands at its function, as in a custom one, and is read from the source: nothing imports torch for it.
 
 A target may be in a file of the user's own, named by its path; where it raises, a message quotes the line of that file.
 """
@@ -39,6 +39,8 @@ PartSpec = str | Mapping[str, Any]
 """What a setting says of a part: a name, a target, or a mapping with `_target_` and keyword arguments."""
 
 TARGET = "_target_"
+_ROOT = Path(__file__).resolve().parents[1]
+"""The folder that holds this package."""
 _MAX_NAMES = 8
 """Names of a module that a message lists where none is near."""
 
@@ -152,7 +154,9 @@ class Seam(Mapping[str, Any]):
         arguments = split_spec(spec)[1]
         name, declared = self.name_of(spec), self.arguments(spec) if arguments else {}
         typed = {key: declared[key].typed(value) if key in declared else value for key, value in arguments.items()}
-        kept = {key: value for key, value in typed.items() if key not in declared or not declared[key].is_default(value)}
+        kept = {
+            key: value for key, value in typed.items() if key not in declared or not declared[key].is_default(value)
+        }
         if name in self.builtins:
             return {TARGET: name, **kept} if kept else name
         return spec if isinstance(spec, str) else {TARGET: spec[TARGET], **kept}
@@ -271,23 +275,42 @@ class Argument:
 
 
 @functools.cache
+def declared_parts(package: str) -> Mapping[str, Builtin]:
+    """The parts that a package's modules define, as their sources say: each function under `@reads(...)`, by its name."""
+    files = sorted(_ROOT.joinpath(*package.split(".")).glob("*.py"))
+    return {
+        node.name: Builtin(f"{package}.{file.stem}:{node.name}", declared)
+        for file in files
+        if "@reads(" in file.read_text(encoding="utf-8")
+        for node in _functions(file)
+        for decorator in node.decorator_list
+        if (declared := _declared_reads(decorator)) is not None
+    }
+
+
+def _declared_reads(decorator: ast.expr) -> Reads | None:
+    """What `@reads(...)` declares; None for another decorator."""
+    if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Name) or decorator.func.id != "reads":
+        return None
+    facts = {each.arg: ast.literal_eval(each.value) for each in decorator.keywords if each.arg}
+    return Reads(columns=frozenset(map(ast.literal_eval, decorator.args)), **facts)
+
+
+@functools.cache
 def declared_arguments(target: str) -> Mapping[str, Argument]:
-    """The keyword-only parameters of the function that `package.module:attr` names, from its source.
+    """The keyword-only parameters of the function that `package.module:attr` names, as its source says.
 
     Its module is not run, as that would import torch; names in annotations are those that the module imports.
     """
     module, _, name = target.partition(":")
-    spec = importlib.util.find_spec(module)
-    assert spec is not None, "a built-in part is where its target says"
-    assert spec.origin is not None, "a built-in part is where its target says"
-    nodes = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-    function = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+    file = _ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    function = next(node for node in _functions(file) if node.name == name)
     parameters = dict(zip(function.args.kwonlyargs, function.args.kw_defaults))
     texts = {each.arg: ast.unparse(each.annotation) for each in parameters if each.annotation}
     names = {node.id for each in parameters for node in ast.walk(each) if isinstance(node, ast.Name)}
     imported = {
         name.asname or name.name: getattr(importlib.import_module(node.module), name.name)
-        for node in nodes
+        for node in _parsed(file).body
         if isinstance(node, ast.ImportFrom) and node.module
         for name in node.names
         if (name.asname or name.name) in names
@@ -300,6 +323,15 @@ def declared_arguments(target: str) -> Mapping[str, Argument]:
         )
         for each, default in parameters.items()
     }
+
+
+@functools.cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _functions(file: Path) -> Iterator[ast.FunctionDef]:
+    return (node for node in _parsed(file).body if isinstance(node, ast.FunctionDef))
 
 
 def _meanings(docstring: str) -> dict[str, str]:

@@ -13,8 +13,10 @@ from skyrl_train.algorithms.losses.kl import absolute_value, logprob_rounding
 from skyrl_train.algorithms.losses.ratios import Turns, clipped_losses, log_ratio_of, masked, ratio_metrics, turns_of
 from skyrl_train.config.algorithm import AlgorithmConfig, NonNegative, NotAbove, Share
 from skyrl_train.config.fields import Range
+from skyrl_train.registry import reads
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
 def regular(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-min(ratio * A, clip(ratio, 1 - eps_clip_low, 1 + eps_clip_high) * A)`, `ratio = exp(logprob - old_logprob)`.
 
@@ -30,6 +32,7 @@ def regular(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutp
     )
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
 def dual_clip(
     inputs: PolicyLossInputs,
     config: AlgorithmConfig,
@@ -77,6 +80,7 @@ def _quota(turns: Turns, share: float) -> Tensor:
     return count.clamp(min=1) if share > 0 else count
 
 
+@reads("advantages", "old_logprobs")
 def clip_cov(
     inputs: PolicyLossInputs,
     config: AlgorithmConfig,
@@ -110,8 +114,9 @@ def clip_cov(
     return PolicyLossOutput(token_losses=masked(losses, mask & ~chosen), metrics=metrics)
 
 
+@reads("advantages", "old_logprobs")
 def kl_cov(
-    inputs: PolicyLossInputs, config: AlgorithmConfig, *, share: Share = 0.002, coef: NonNegative = 1.0
+    inputs: PolicyLossInputs, _config: AlgorithmConfig, *, share: Share = 0.002, coef: NonNegative = 1.0
 ) -> PolicyLossOutput:
     """`-ratio * A`, plus `coef * |logprob - old_logprob|` for the tokens of highest covariance.
 

@@ -37,9 +37,7 @@ class ValueLossInputs:
     """Bool."""
 
 
-def value_loss(
-    inputs: ValueLossInputs, _config: AlgorithmConfig, *, value_clip: NonNegative = 0.2
-) -> PolicyLossOutput:
+def value_loss(inputs: ValueLossInputs, _config: AlgorithmConfig, *, value_clip: NonNegative = 0.2) -> PolicyLossOutput:
     """`max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2` with `c = value_clip`; no clipping where it is 0.
 
     The clipping is that of the PPO authors' code (github.com/openai/baselines, ppo2), as TRL and verl have it; the

@@ -29,6 +29,7 @@ from skyrl_train.algorithms.losses.ratios import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig, NonNegative
 from skyrl_train.parts import POLICY_LOSSES
+from skyrl_train.registry import reads
 
 SequenceStatistic = Callable[[PolicyLossInputs, Turns, AlgorithmConfig], Tensor]
 """`(inputs, their sequences, config) -> [rows, len]` without gradient: at each trained token, that of its sequence."""
@@ -73,6 +74,7 @@ def _sum_log_ratio(inputs: PolicyLossInputs, sequences: Turns, _config: Algorith
     return sequences.total(log_ratio_of(inputs.logprobs.detach(), inputs.old_logprobs, inputs.loss_mask))
 
 
+@reads("advantages", "old_logprobs")
 @reads_sequences(_mean_log_ratio)
 def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`regular` with the sequence's ratio `s = exp(mean_t(logprob_t - old_logprob_t))` in place of the token's.
@@ -92,6 +94,7 @@ def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     )
 
 
+@reads("advantages", "old_logprobs")
 @reads_sequences(_mean_clipped_log_ratio)
 def gmpo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-A * exp(mean_t(d_t))`: the geometric mean of the sequence's token ratios, each clipped.
@@ -113,6 +116,7 @@ def gmpo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     )
 
 
+@reads("advantages", "old_logprobs")
 @reads_sequences(_sum_log_ratio)
 def vespo(
     inputs: PolicyLossInputs,
@@ -125,8 +129,9 @@ def vespo(
 ) -> PolicyLossOutput:
     """`-stop_gradient(phi(w)) * A * logprob`, `phi(w) = w^k * exp(lambda * (1 - w))`, w the sequence's product of ratios.
 
-    `k` and `lambda` are `k_pos` and `lambda_pos` where `A >= 0`, else `k_neg` and `lambda_neg`; `phi(1) = 1`. Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693: a smooth
-    weight in place of clipping, without a correction for length. Raises BatchError for malformed inputs.
+    `k` and `lambda` are `k_pos` and `lambda_pos` where `A >= 0`, else `k_neg` and `lambda_neg`; `phi(1) = 1`. Variational
+    Sequence-Level Soft Policy Optimization, arXiv:2602.10693: a smooth weight in place of clipping, without a correction
+    for length. Raises BatchError for malformed inputs.
 
     Args:
         k_pos: Power of the sequence's weight for advantages of at least 0.

@@ -20,9 +20,11 @@ from skyrl_train.algorithms.losses.ratios import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig, Positive
 from skyrl_train.config.fields import Range
+from skyrl_train.registry import reads
 from skyrl_train.telemetry import Metric
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
 def importance_sampling(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
     """`-ratio * A`, `ratio = exp(logprob - old_logprob)`: the policy gradient, unclipped.
 
@@ -35,6 +37,7 @@ def importance_sampling(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> P
     return PolicyLossOutput(token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio))
 
 
+@reads("advantages", tokenwise=True)
 def reinforce(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
     """`-A * logprob`: the policy gradient without a ratio, for one optimizer step per batch.
 
@@ -46,6 +49,7 @@ def reinforce(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossO
     return PolicyLossOutput(token_losses=losses, metrics=token_means(inputs.loss_mask, nll=-inputs.logprobs))
 
 
+@reads(tokenwise=True)
 def cross_entropy(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
     """`-logprob`: maximum likelihood of the trained tokens; advantages are not used.
 
@@ -56,6 +60,7 @@ def cross_entropy(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyL
     return PolicyLossOutput(token_losses=losses, metrics=token_means(inputs.loss_mask, nll=losses))
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
 def cispo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-stop_gradient(clip(ratio, 1 - eps_clip_low, 1 + eps_clip_high)) * A * logprob`.
 
@@ -78,6 +83,7 @@ def cispo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput
     return _weighted(inputs, ratio.clamp(low, high), {**metrics, **ratio_extremes(mask, log_ratio)})
 
 
+@reads("advantages", "rollout_logprobs", tokenwise=True)
 def rollout_is(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-stop_gradient(w) * A * logprob` with `w = exp(logprob - rollout_logprob)`, 0 outside the clip range.
 
@@ -95,6 +101,7 @@ def rollout_is(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossO
     return _weighted(inputs, torch.where(outside, 0.0, ratio), ratio_metrics(mask, log_ratio, clip_fraction=outside))
 
 
+@reads("advantages", "rollout_logprobs", tokenwise=True)
 def dppo(
     inputs: PolicyLossInputs,
     config: AlgorithmConfig,
@@ -142,6 +149,7 @@ def _binary_kl(old_logprobs: Tensor, new_logprobs: Tensor) -> Tensor:
     return old_logprobs.exp() * (old_logprobs - new_logprobs) + others
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
 def sapo(
     inputs: PolicyLossInputs, _config: AlgorithmConfig, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> PolicyLossOutput:

@@ -181,7 +181,8 @@ class CommandLine:
         fields = {field.path: field for field in walk(self._root.schema)}
         if key in fields and fields[key].section and not override.is_sweep_override():
             return self._check_section(fields[key], override)
-        if key in fields or key in EARLIER or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
+        known = {*fields, *EARLIER}
+        if key in known or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
         near_group = None if "." in key or peer_name(key) else nearest(key, self._composer.groups())
         remedy = f"did you mean {near_group}=...?" if near_group else remedy_for_unknown(key, self._root.schema)
