@@ -1,4 +1,4 @@
-"""The built-in parts by seam: their names, where each is defined, and what it reads. Arguments stand where parts are defined.
+"""The built-in parts by seam: their names, where each is defined, and what it reads. Arguments stand with the part.
 
 Which passes a run needs, and which columns travel, follows from what its parts read (`config/algorithm/settings.py`,
 `config/derived/learners.py`), before anything that imports torch is loaded; a custom part declares the same with

@@ -16,7 +16,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_train.config import AnyConfig, Config
+from skyrl_train.config import AnyConfig, Config, RunConfig
 from skyrl_train.config.algorithm import AlgorithmConfig, in_parts
 from skyrl_train.config.derived import reference_is_base
 from skyrl_train.config.door import as_typed
@@ -80,7 +80,7 @@ def flat_config(config: AnyConfig) -> dict[str, Any]:
     return flat
 
 
-def settings_of(config: AnyConfig) -> dict[str, Any]:
+def settings_of(config: RunConfig) -> dict[str, Any]:
     """The configuration as nested plain values, as a run records it: parts with all of their arguments, so that a default
     that changes later does not change what the run was."""
     settings = dataclasses.asdict(config)
