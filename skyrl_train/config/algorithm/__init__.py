@@ -1,6 +1,6 @@
 """Settings of losses, advantages, filters and micro-batching, and what these make a run need."""
 
-from skyrl_train.config.algorithm.earlier import EARLIER, as_now, in_parts, with_plus
+from skyrl_train.config.algorithm.earlier import EARLIER, as_now, for_hydra, in_parts
 from skyrl_train.config.algorithm.micro_batching import MicroBatchConfig
 from skyrl_train.config.algorithm.settings import (
     REJECTION_CRITERIA,
@@ -34,6 +34,7 @@ __all__ = [
     "Share",
     "as_now",
     "estimator_reads",
+    "for_hydra",
     "in_parts",
     "is_self_taught",
     "loss_reads",
@@ -42,5 +43,4 @@ __all__ = [
     "needs_reference",
     "reads_whole_step",
     "starts_at_rollout",
-    "with_plus",
 ]

@@ -7,7 +7,7 @@ in a record of a run, of which nothing read it, it is left out in any case.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ _MOVED: Mapping[str, _Moved] = {
 }
 EARLIER = frozenset(f"{_SECTION}.{name}" for name in _MOVED)
 """Dotted names of these settings."""
+_PARTS = frozenset(moved.seam.setting for moved in _MOVED.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,16 @@ class AsNow:
     """Of those that the chosen part lacks."""
 
 
-def with_plus(override: str) -> str:
-    """An argument of a command line as Hydra takes it, which refuses to set what there is not."""
-    return f"++{override}" if override.partition("=")[0] in EARLIER else override
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """Arguments of a command line as Hydra takes them: it refuses to set what there is not, and adds the entries of a
+    mapping to those that are there, where a part is meant to take the place of another."""
+    found: list[str] = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key in _PARTS and value.startswith("{") and TARGET in value:
+            found.append(f"{key}=null")
+        found.append(f"++{text}" if key in EARLIER else text)
+    return found
 
 
 def as_now(tree: Mapping[str, Any]) -> AsNow:

@@ -162,7 +162,8 @@ trainer.algorithm.eps_clip_low | verl clip_ratio_low; skyrl cispo_eps_clip_low d
 trainer.algorithm.eps_clip_high | trl epsilon_high; verl clip_ratio_high; skyrl cispo_eps_clip_high delta_high
 trainer.algorithm.eps_clip_low | openrlhf eps_clip_low_high
   = That is its first value; trainer.algorithm.eps_clip_high is the second
-trainer.algorithm.policy_loss={{_target_:dual_clip,clip_ratio_c:VALUE}} | trl delta; verl clip_ratio_c; openrlhf dual_clip; skyrl clip_ratio_c
+trainer.algorithm.policy_loss={{_target_:dual_clip,clip_ratio_c:VALUE}} | trl delta; verl clip_ratio_c
+  openrlhf dual_clip; skyrl clip_ratio_c
 trainer.algorithm.policy_loss={{_target_:sapo,tau_pos:VALUE}} | trl sapo_temperature_pos; verl tau_pos; skyrl tau_pos
 trainer.algorithm.policy_loss={{_target_:sapo,tau_neg:VALUE}} | trl sapo_temperature_neg; verl tau_neg; skyrl tau_neg
 trainer.algorithm.policy_loss={{_target_:clip_cov,share:VALUE}} | verl clip_cov_ratio; skyrl clip_cov.clip_ratio

@@ -30,7 +30,7 @@ from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, 
 from skyrl_train.config.schema import Config, DataConfig, LoopConfig, TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.parts import BATCH_RULES
-from skyrl_train.registry import PartSpec, did_you_mean, part_name
+from skyrl_train.registry import PartSpec, did_you_mean, part_name, split_spec
 from skyrl_train.system import install_command
 
 
@@ -115,7 +115,7 @@ def _prompt_length(generator: GeneratorConfig, data: DataConfig) -> Iterator[Vio
 
 def _why_not_equal(algorithm: AlgorithmConfig) -> tuple[str, str, str] | None:
     """Why a prompt's samples may not be equal, why there may not be a single one, and what to set instead."""
-    estimator, filters = part_name(algorithm.advantage_estimator), algorithm.filters
+    estimator, filters = split_spec(algorithm.advantage_estimator)[0], algorithm.filters
     if estimator_reads(algorithm).whole_groups:
         single = f"{estimator} compares a prompt's samples, so a single one has advantage 0"
         equal = f"{estimator} gives equal samples advantage 0"

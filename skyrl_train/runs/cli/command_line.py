@@ -19,9 +19,9 @@ from skyrl_train.config.fields import (
     SchemaField,
     is_refused,
     nearest,
+    parts_of,
     peer_name,
     remedy_for_unknown,
-    seam_of,
     strip,
     walk,
 )
@@ -274,12 +274,14 @@ class CommandLine:
         if isinstance(config, DictConfig):
             return config
         refusals = self._composer.refusals(overrides)
-        parts = [field.path for field in walk(self._root.schema) if seam_of(field.annotation)]
+        parts = parts_of(self._root.schema)
         for override, why in refusals:
             key = override.key_or_group
             part = next((path for path in parts if key.startswith(f"{path}.")), None)
             if part is not None:  # a name has no arguments
-                why = f"write {part}={{{TARGET}: NAME, {key.removeprefix(f'{part}.')}: ...}}"
+                argument = key.removeprefix(f"{part}.")
+                name = next(iter(parts[part].having(argument)), "NAME")
+                why = f"write {part}={{{TARGET}: {name}, {argument}: ...}}"
             # A list in the place of a mapping, say, which OmegaConf refuses without saying what there may be.
             mistyped = [] if override.is_sweep_override() else self._mistyped(key, override.value())
             for violation in mistyped:

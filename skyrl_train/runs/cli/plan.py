@@ -19,7 +19,7 @@ from pathlib import Path
 from hydra.types import RunMode
 
 from skyrl_train.config import Config, PlanConfig, TrainerConfig
-from skyrl_train.config.algorithm import with_plus
+from skyrl_train.config.algorithm import for_hydra
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.rules import MixedDataset, mixed_datasets, validate_config
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for skyrl_train.main")
     args = parser.parse_args(argv)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
-    overrides = [*map(with_plus, args.overrides)]
+    overrides = for_hydra(args.overrides)
     preflight([*overrides, *folder], config_name=CONFIG_NAME, rules=False)
     try:
         config = _compose(overrides, args.config_dir)

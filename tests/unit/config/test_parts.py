@@ -257,9 +257,7 @@ def test_a_part_with_settings_of_its_own_takes_no_arguments() -> None:
 def test_a_critic_is_asked_for_by_whatever_reads_values() -> None:
     config = Config(trainer=TrainerConfig(algorithm=AlgorithmConfig(policy_loss=LOSS)))
     found = {violation.field: violation.rule for violation in validate_config(config)}
-    assert found == {
-        "critic.model.path": "must be given: policy_loss=test_parts:of_everything(tau=0.25) needs a value model"
-    }
+    assert found == {"critic.model.path": "must be given: policy_loss=test_parts:of_everything needs a value model"}
 
 
 # Further parts that a loss, the loop or the record is made of.
