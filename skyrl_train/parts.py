@@ -7,7 +7,8 @@ Which passes a run needs, and which columns travel, follows from what its parts 
 
 from __future__ import annotations
 
-from skyrl_train.registry import Builtin, Reads, Seam, declared_parts
+from skyrl_train.declarations import Builtin, Reads, declared_parts
+from skyrl_train.registry import Seam
 
 _ADVANTAGES = "skyrl_train.algorithms.advantages"
 _BASELINES = "skyrl_train.algorithms.baseline_advantages"

@@ -11,7 +11,6 @@ A target may be in a file of the user's own, named by its path; where it raises,
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import hashlib
@@ -20,7 +19,6 @@ import importlib.util
 import inspect
 import linecache
 import os
-import re
 import sys
 import sysconfig
 import traceback
@@ -28,78 +26,20 @@ from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from types import ModuleType
+from typing import Any
 
+from skyrl_train.declarations import Argument, Builtin, declared_arguments
+from skyrl_train.declarations import Reads as Reads  # plug-ins have both from here
+from skyrl_train.declarations import reads as reads
 from skyrl_train.errors import ConfigError, Violation
-
-T = TypeVar("T")
 
 PartSpec = str | Mapping[str, Any]
 """What a setting says of a part: a name, a target, or a mapping with `_target_` and keyword arguments."""
 
 TARGET = "_target_"
-_ROOT = Path(__file__).resolve().parents[1]
-"""The folder that holds this package."""
 _MAX_NAMES = 8
 """Names of a module that a message lists where none is near."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """What an advantage estimator, a loss or a planner reads. What has to be computed for it follows from this."""
-
-    columns: frozenset[str] = frozenset()
-    """Beside rewards, masks and the policy's log-probabilities: `old_logprobs`, `ref_logprobs` (loads a reference),
-    `values` (needs a critic); an estimator also `sum_pi_squared`, `greedy_rewards` and `reward_components`; a loss
-    `advantages` and `rollout_logprobs`. A micro-batch planner: `memory_budget` (has models probed at the start)."""
-    whole_groups: bool = False
-    """It compares the trajectories of one prompt, so that a single one, or equal ones, are worth 0."""
-    tokenwise: bool = False
-    """A loss: that of a token reads nothing of its row's other tokens."""
-    every_token: bool = False
-    """An estimator: it looks at tokens that nobody sampled, too (prompts and observations)."""
-    teacher: Literal["reference", "other_model", "policy"] = "reference"
-    """Who gives `ref_logprobs`: the reference, whichever it is; a reference that must not be the policy; or the policy
-    itself, shown `generator.privileged_context`."""
-    own_devices: bool = False
-    """An inference engine: it computes on devices of its own, on Ray in actors (`generator.vllm.num_engines`); any other is
-    made in the loop's process."""
-    in_flight_updates: bool = False
-    """An inference engine: it takes new weights while it answers, between two tokens, as `EngineSettings.in_flight_cache`
-    says, and its answers tell which of them sampled what."""
-    declared: bool = True
-    """False for a custom part that says nothing."""
-
-
-def reads(*columns: str, **facts: Any) -> Callable[[T], T]:
-    """Declare what a custom estimator, loss or planner reads: `@reads("old_logprobs", "ref_logprobs", tokenwise=True)`.
-
-    Args:
-        columns: As `Reads.columns`.
-        facts: The other fields of `Reads`.
-
-    Raises TypeError for an unknown field. Columns that there are not are refused with the configuration.
-    """
-    declared = Reads(columns=frozenset(columns), **facts)
-
-    def declare(part: T) -> T:
-        part.reads = declared  # type: ignore[attr-defined]
-        return part
-
-    return declare
-
-
-@dataclass(frozen=True)
-class Builtin:
-    """A part of the package: where it is, and what it reads."""
-
-    target: str
-    reads: Reads = field(default_factory=Reads)
-    settings: str = ""
-    """Where the part's own settings are, if it is not called as custom ones are and so takes no arguments."""
-    free: frozenset[str] = frozenset()
-    """Arguments that a resumed run may change as it likes: addresses, deadlines, where something is computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,11 +87,12 @@ class Seam(Mapping[str, Any]):
         return {} if builtin is None else declared_arguments(builtin.target)
 
     def normal(self, spec: PartSpec) -> PartSpec:
-        """The same part in the shortest way: a built-in one by its name, without arguments that are at their default.
+        """The same part in the shortest way: a built-in one by its name, without arguments that are at their default, and
+        without what a preset said of the part whose place this one takes (Hydra merges the two).
 
         Arguments are of the types that the part declares, where they can be; `violations` tells of the others.
         """
-        arguments = split_spec(spec)[1]
+        arguments = {key: value for key, value in split_spec(spec)[1].items() if not self._is_left(spec, key, value)}
         name, declared = self.name_of(spec), self.arguments(spec) if arguments else {}
         typed = {key: declared[key].typed(value) if key in declared else value for key, value in arguments.items()}
         kept = {
@@ -166,6 +107,21 @@ class Seam(Mapping[str, Any]):
         declared = self.arguments(spec)
         defaults = {key: argument.default for key, argument in declared.items()}
         return {TARGET: self.name_of(spec), **defaults, **split_spec(spec)[1]} if declared else spec
+
+    def _is_left(self, spec: PartSpec, key: str, value: Any) -> bool:
+        """Whether the chosen part lacks an argument that has the value which another one's default, or a preset, gave it."""
+        others = [self.arguments(name)[key] for name in self.having(key)]
+        if not any(each.is_default(value) or each.is_preset(value) for each in others):
+            return False
+        name = self.name_of(spec)
+        if name in self.builtins:
+            return key not in self.arguments(name)
+        try:
+            part: Any = import_attr(self._target(name), field=self.setting)
+            parameters = inspect.signature(part).parameters
+        except (ConfigError, TypeError, ValueError):
+            return False
+        return key not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
     def having(self, argument: str) -> list[str]:
         """The built-in parts that take an argument of that name."""
@@ -198,7 +154,7 @@ class Seam(Mapping[str, Any]):
         the value of a declared one is allowed is a rule (`config/rules/argument_rules.py`).
         """
         setting = setting or self.setting
-        target, arguments = split_spec(spec)
+        target, arguments = split_spec(self.normal(spec))
         if target in self.builtins and not arguments:
             return []
         name = self.name_of(spec)
@@ -251,98 +207,6 @@ def part_name(spec: PartSpec) -> str:
     target, arguments = split_spec(spec)
     inside = ", ".join(f"{key}={value}" for key, value in arguments.items())
     return f"{target}({inside})" if arguments else target
-
-
-@dataclass(frozen=True, kw_only=True)
-class Argument:
-    """A keyword argument that a built-in part takes."""
-
-    annotation: Any
-    """Its type, with ranges and the like, as a setting's."""
-    default: Any
-    meaning: str
-    """What the docstring of the part says of it."""
-
-    def typed(self, value: Any) -> Any:
-        """The value, as a float where that is meant: `2`, or `1e-6`, which YAML 1.1 readers leave a text."""
-        wants_float = (get_args(self.annotation) or (self.annotation,))[0] is float
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        return float(value) if wants_float and (is_number or _is_exponent(value)) else value
-
-    def is_default(self, value: Any) -> bool:
-        """Whether the value is the default, and of its type."""
-        return type(value) is type(self.default) and bool(value == self.default)
-
-
-@functools.cache
-def declared_parts(package: str) -> Mapping[str, Builtin]:
-    """The parts that a package's modules define, as their sources say: each function under `@reads(...)`, by its name."""
-    files = sorted(_ROOT.joinpath(*package.split(".")).glob("*.py"))
-    return {
-        node.name: Builtin(f"{package}.{file.stem}:{node.name}", declared)
-        for file in files
-        if "@reads(" in file.read_text(encoding="utf-8")
-        for node in _functions(file)
-        for decorator in node.decorator_list
-        if (declared := _declared_reads(decorator)) is not None
-    }
-
-
-def _declared_reads(decorator: ast.expr) -> Reads | None:
-    """What `@reads(...)` declares; None for another decorator."""
-    if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Name) or decorator.func.id != "reads":
-        return None
-    facts = {each.arg: ast.literal_eval(each.value) for each in decorator.keywords if each.arg}
-    return Reads(columns=frozenset(map(ast.literal_eval, decorator.args)), **facts)
-
-
-@functools.cache
-def declared_arguments(target: str) -> Mapping[str, Argument]:
-    """The keyword-only parameters of the function that `package.module:attr` names, as its source says.
-
-    Its module is not run, as that would import torch; names in annotations are those that the module imports.
-    """
-    module, _, name = target.partition(":")
-    file = _ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    function = next(node for node in _functions(file) if node.name == name)
-    parameters = dict(zip(function.args.kwonlyargs, function.args.kw_defaults))
-    texts = {each.arg: ast.unparse(each.annotation) for each in parameters if each.annotation}
-    names = {node.id for each in parameters for node in ast.walk(each) if isinstance(node, ast.Name)}
-    imported = {
-        name.asname or name.name: getattr(importlib.import_module(node.module), name.name)
-        for node in _parsed(file).body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for name in node.names
-        if (name.asname or name.name) in names
-    }
-    hints = get_type_hints(SimpleNamespace(__annotations__=texts), imported, include_extras=True)
-    meanings = _meanings(ast.get_docstring(function) or "")
-    return {
-        each.arg: Argument(
-            annotation=hints[each.arg], default=ast.literal_eval(default or ""), meaning=meanings.get(each.arg, "")
-        )
-        for each, default in parameters.items()
-    }
-
-
-@functools.cache
-def _parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _functions(file: Path) -> Iterator[ast.FunctionDef]:
-    return (node for node in _parsed(file).body if isinstance(node, ast.FunctionDef))
-
-
-def _meanings(docstring: str) -> dict[str, str]:
-    """What a docstring says of each argument under `Args:`."""
-    _, _, section = docstring.partition("\nArgs:\n")
-    lines = re.sub(r"\n {5,}", " ", section.partition("\n\n")[0]).splitlines()
-    return {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
-
-
-def _is_exponent(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) is not None
 
 
 def argument_violations(

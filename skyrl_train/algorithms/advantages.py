@@ -8,6 +8,7 @@ Group estimators compare the scores that `trainer.algorithm.step_rewards` choose
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from skyrl_train.algorithms.losses.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.sequences import actions_of, discounted_suffix_sum, next_in_segment
 from skyrl_train.config.algorithm import AlgorithmConfig, Share
+from skyrl_train.declarations import InPreset
 from skyrl_train.errors import BatchError
 from skyrl_train.parts import ADVANTAGE_ESTIMATORS
 
@@ -25,7 +27,9 @@ __all__ = ["ADVANTAGE_ESTIMATORS", "AdvantageEstimator", "AdvantageInputs", "Adv
 AdvantageEstimator = Callable[[AdvantageInputs, AlgorithmConfig], AdvantageOutput]
 
 
-def gae(inputs: AdvantageInputs, config: AlgorithmConfig, *, gae_lambda: Share = 1.0) -> AdvantageOutput:
+def gae(
+    inputs: AdvantageInputs, config: AlgorithmConfig, *, gae_lambda: Annotated[Share, InPreset(0.95)] = 1.0
+) -> AdvantageOutput:
     """`A_t = sum_l (gamma * lambda)^l delta_(t+l)`, `delta_t = r_t + gamma * V_(t+1) - V_t`; returns are `A_t + V_t`.
 
     Generalized advantage estimation, arXiv:1506.02438, equations 11 to 16. Time runs over the trained tokens of a

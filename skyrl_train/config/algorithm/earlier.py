@@ -1,8 +1,8 @@
 """Settings of `trainer.algorithm` that became arguments of the one part that reads them: what was written before goes on.
 
 A command line, a preset, a checkpoint or a recorded configuration may hold them. One that belongs to the part that is
-chosen is given to it. Another is left out where it has the value that it had by default, and refused where it has not;
-in a record of a run, of which nothing read it, it is left out in any case.
+chosen is given to it. Another is left out where it has the value that it had by default or from a preset, and refused
+where it has not; in a record of a run, of which nothing read it, it is left out in any case.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def in_parts(algorithm: Mapping[str, Any]) -> AsNow:
             old = ", ".join(f"{_SECTION}.{each}" for each in given[chosen])
             is_one = "is an argument" if len(renamed) == 1 else "are arguments"
             notes[chosen] = f"{old} {is_one} of {chosen} now: write {moved.written(renamed)}"
-        elif value != moved.default:
+        elif value != moved.default and not moved.seam.arguments(moved.part)[moved.argument].is_preset(value):
             rule = f"is for {moved.setting}={moved.part}; it is {chosen}"
             remedy = f"drop it, or write {moved.written({moved.argument: value})}"
             violations.append(Violation.of(f"{_SECTION}.{name}", value, rule, remedy))

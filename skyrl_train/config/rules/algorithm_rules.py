@@ -28,11 +28,11 @@ def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> I
 
 
 def _double_correction(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    correction = algorithm.off_policy
+    correction, loss = algorithm.off_policy, split_spec(algorithm.policy_loss)[0]
     yield from _require(
         not (correction.enabled and starts_at_rollout(algorithm)),
         "off_policy.weight",
-        f"cannot be combined with policy_loss={split_spec(algorithm.policy_loss)[0]}, whose ratio already starts at the rollout",
+        f"cannot be combined with policy_loss={loss}, whose ratio already starts at the rollout",
         correction.weight,
         f"switch the correction off, or choose another {_PREFIX}policy_loss",
     )

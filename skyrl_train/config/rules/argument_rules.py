@@ -10,8 +10,9 @@ from typing import Any
 from skyrl_train.config.algorithm.settings import NotAbove
 from skyrl_train.config.door.load import read_root
 from skyrl_train.config.fields.fields import fact
+from skyrl_train.declarations import declared_arguments
 from skyrl_train.errors import Violation
-from skyrl_train.registry import PartSpec, Seam, declared_arguments, split_spec
+from skyrl_train.registry import PartSpec, Seam, split_spec
 
 
 def value_violations(seam: Seam, spec: PartSpec, setting: str) -> Iterator[Violation]:

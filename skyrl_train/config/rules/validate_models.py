@@ -64,8 +64,8 @@ def _reference(reference: ReferenceConfig, model: ModelConfig, algorithm: Algori
         yield Violation.of(
             "reference.model.path",
             path,
-            f"must name another model than the policy: {split_spec(algorithm.advantage_estimator)[0]} learns from where the two"
-            " differ",
+            f"must name another model than the policy: {split_spec(algorithm.advantage_estimator)[0]} learns from where "
+            "the two differ",
             "set reference.model.path to the folder or hub name of a teacher",
         )
 

@@ -6,9 +6,11 @@ import inspect
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import EARLIER, AlgorithmConfig, for_hydra
@@ -16,7 +18,8 @@ from skyrl_train.config.door import load_config, read_root
 from skyrl_train.config.fields import parts_of, remedy_for_unknown
 from skyrl_train.config.rules import validate_config
 from skyrl_train.parts import ADVANTAGE_ESTIMATORS, CRITIC_LOSSES, POLICY_LOSSES
-from skyrl_train.registry import Seam, import_attr
+from skyrl_train.registry import Seam, import_attr, split_spec
+from skyrl_train.runs.cli import conf_dir
 from skyrl_train.trainers.checkpoints import changes_since, flat_config
 
 SEAMS = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES, CRITIC_LOSSES]
@@ -192,6 +195,46 @@ def test_a_checkpoint_of_before_compares_with_the_same_run_of_now() -> None:
     assert change.resume.value == "forks"
 
 
+def own_estimator(inputs: Any, config: Any, *, scale: float = 1.0) -> None:
+    """A custom one, which takes the place of a preset's in a file, where Hydra merges the two mappings."""
+
+
+def takes_lambda(inputs: Any, config: Any, *, gae_lambda: float = 0.5) -> None:
+    """A custom one with an argument that a built-in one has, too."""
+
+
+def test_what_a_preset_says_of_the_part_that_is_replaced_is_left_out() -> None:
+    own = {"_target_": "test_arguments:own_estimator", "gae_lambda": 0.95, "scale": 2.0}
+    found = loaded(advantage_estimator=own).config.trainer.algorithm.advantage_estimator
+    assert found == {"_target_": "test_arguments:own_estimator", "scale": 2.0}
+    typed = {**own, "gae_lambda": 0.9}
+    (violation,) = ADVANTAGE_ESTIMATORS.violations(typed)
+    assert str(violation).startswith(
+        "trainer.algorithm.advantage_estimator.gae_lambda: is no argument of test_arguments:own_estimator, which takes "
+        "scale; got 0.9. It is one of gae: drop it"
+    )
+    taken = {"_target_": "test_arguments:takes_lambda", "gae_lambda": 0.95}
+    assert ADVANTAGE_ESTIMATORS.normal(taken) == taken
+
+
+def test_a_setting_of_before_that_a_preset_stated_is_dropped_for_another_part() -> None:
+    """As `algorithm=ppo` with another estimator had it."""
+    assert loaded(advantage_estimator="rloo", gae_lambda=0.95).violations == ()
+
+
+@pytest.mark.parametrize("file", sorted((conf_dir() / "algorithm").glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_preset_states_arguments_that_are_left_out_beside_another_part(file: Path) -> None:
+    content = OmegaConf.load(file)
+    for seam in SEAMS:
+        setting = seam.setting.rpartition(".")[2]
+        spec = OmegaConf.select(content, seam.setting) or OmegaConf.select(content, setting)
+        if isinstance(spec, DictConfig):
+            name, arguments = split_spec(dict(spec))  # type: ignore[arg-type]
+            for key, value in arguments.items():
+                declared = seam.arguments(name)[key]
+                assert declared.is_default(value) or declared.is_preset(value), key
+
+
 def test_a_record_names_every_argument() -> None:
     flat = flat_config(with_algorithm(policy_loss=SAPO))
     assert flat["trainer.algorithm.policy_loss.tau_neg"] == 1.05
@@ -201,7 +244,7 @@ def test_a_record_names_every_argument() -> None:
 
 def test_a_class_on_resume_that_an_argument_states_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from skyrl_train.config.fields import Resume
-    from skyrl_train.registry import Argument
+    from skyrl_train.declarations import Argument
 
     free = Argument(annotation=Annotated[float, Resume.FREE], default=1.0, meaning="")
     monkeypatch.setattr(Seam, "arguments", lambda *_: {"tau_pos": free})
