@@ -15,6 +15,7 @@ import torch
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.config import Config, SFTConfig, sft_learner_settings
+from skyrl_train.config.algorithm import as_now
 from skyrl_train.config.derived import RunModels, run_models
 from skyrl_train.config.door import load_root
 from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
@@ -126,7 +127,7 @@ def open_capsule(run: Path, step: int) -> Opened:
         before, after = states / step_name(step - 1), states / step_name(step)
         verify(before)
         verify(after)
-    node, is_supervised = read_yaml(folder / CONFIG_FILE), capsule.denominators is not None
+    node, is_supervised = as_now(read_yaml(folder / CONFIG_FILE)).tree, capsule.denominators is not None
     config: Config | SFTConfig = load_root(node, SFTConfig) if is_supervised else load_root(node, Config)
     return Opened(run=RunFolder(run), folder=folder, capsule=capsule, config=config, before=before, after=after)
 

@@ -46,6 +46,7 @@ from skyrl_train.trainers.checkpoints import (
     Start,
     find_start,
     prepare_run_folder,
+    settings_of,
 )
 
 P = ParamSpec("P")
@@ -224,7 +225,7 @@ def begin(
     notes = prepare_run_folder(
         folder,
         start,
-        write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
+        write_config=lambda path: write_yaml(redact(settings_of(config)), path),
         plan={**dataclasses.asdict(plan), "resume": promise},
     )
     own = start.checkpoint if start.own else None
@@ -245,7 +246,7 @@ def build_trackers(
     """
     views: dict[str, Tracker] = {}
     chosen, name = config.tracker, config.run_name
-    shown = redact(dataclasses.asdict(config))
+    shown = redact(settings_of(config))
     if chosen.tensorboard.enabled:
         views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
     if chosen.trackio.enabled or chosen.mlflow.enabled or chosen.prometheus.enabled:

@@ -18,7 +18,7 @@ from skyrl_train.algorithms.losses import LARGEST_AGE_SHOWN, explained_variance
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import behind_updates, token_ages
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
-from skyrl_train.registry import part_name
+from skyrl_train.registry import split_spec
 from skyrl_train.trainers.checkpoints.state import Totals
 from skyrl_train.trainers.evaluation.evaluate import groups_of, response_length
 from skyrl_train.types import Outcome, RolloutBatch, Trajectory
@@ -192,7 +192,7 @@ def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: in
     each = f", {values.pop():g} in all of them" if len(values) == 1 else ""
     told = (
         f"the samples of a prompt all have the same reward in {len(equal)} of {len(groups)} groups{each}: with "
-        f"advantage_estimator={part_name(algorithm.advantage_estimator)} such groups have no gradient. "
+        f"advantage_estimator={split_spec(algorithm.advantage_estimator)[0]} such groups have no gradient. "
         f"{'Is' if step is None else f'Read rollouts/train_step_{step:06d}.parquet: is'} the reward the same for right and "
         "wrong answers, or the task too hard or too easy? A reward with steps between, more generator.n_samples_per_prompt, "
         "a higher generator.sampling.temperature or data.curriculum.enabled=true help."

@@ -23,7 +23,7 @@ def stale_batch(config):
 
 def test_values_returns_and_the_proximal_policy_are_those_of_the_close(tmp_path):
     config = make_config(tmp_path)
-    algorithm = replace(config.trainer.algorithm, advantage_estimator="gae", gae_lambda=0.5)
+    algorithm = replace(config.trainer.algorithm, advantage_estimator={"_target_": "gae", "gae_lambda": 0.5})
     # With one epoch the first mini-batch would be its own proximal policy, and not be scored.
     trainer = replace(config.trainer, algorithm=algorithm, update_epochs_per_batch=2)
     learners = steps.Learners(policy=FakeLearner(weight=2.0), reference=None, critic=FakeLearner("critic", weight=1.0))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
+from skyrl_train.config.algorithm.earlier import as_now
 from skyrl_train.config.fields.facts import Most, Range
 from skyrl_train.config.fields.fields import fact, hints, is_optional, remedy_for_unknown, section_of
 from skyrl_train.config.schema import Config
@@ -59,6 +60,8 @@ class Loaded(Generic[T]):
 
     config: T
     violations: tuple[Violation, ...]
+    notes: tuple[str, ...] = ()
+    """What to write instead of settings of before."""
 
     @property
     def refused(self) -> frozenset[str]:
@@ -92,8 +95,9 @@ def read_root(tree: object, schema: type[T], *, at: str = "", root: type | None 
         root: Whose settings are suggested for unknown ones, if not those of `schema`.
     """
     violations: list[Violation] = []
-    config = _section(schema(), tree, at, root or schema, violations)
-    return Loaded(config=config, violations=tuple(violations))
+    now = as_now(tree if isinstance(tree, Mapping) else {})
+    config = _section(schema(), now.tree if isinstance(tree, Mapping) else tree, at, root or schema, violations)
+    return Loaded(config=config, violations=(*now.violations, *violations), notes=now.notes)
 
 
 def _section(default: T, node: Any, at: str, root: type, found: list[Violation]) -> T:
@@ -160,7 +164,7 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
 def _part(value: Any, path: str, seam: Seam) -> PartSpec:
     """A name or target as text, or `_target_` and arguments, whose values are checked against the part later on.
 
-    A built-in part without arguments gets its name, however it was written.
+    A built-in part gets its name, however it was written, and keeps arguments that are not at their defaults.
     """
     if not isinstance(value, Mapping):
         return absolute_target(seam.name_of(cast(str, _scalar(value, str, path))))
@@ -168,9 +172,7 @@ def _part(value: Any, path: str, seam: Seam) -> PartSpec:
     target = arguments.pop(TARGET, None)
     if not isinstance(target, str) or not target:
         raise _Refused((f"must name the part as {TARGET}", f"write {path}={{{TARGET}: package.module:attr, ...}}"))
-    spec = {TARGET: absolute_target(target), **arguments}
-    name = seam.name_of(spec)
-    return name if not arguments and name in seam.builtins else spec
+    return seam.normal({**arguments, TARGET: absolute_target(target)})
 
 
 def _scalar(value: Any, annotation: Any, path: str) -> Any:

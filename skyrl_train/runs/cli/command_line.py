@@ -11,15 +11,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
+from skyrl_train.config.algorithm import EARLIER
 from skyrl_train.config.door import Loaded, read_root
 from skyrl_train.config.fields import (
     Rule,
     SchemaField,
     is_refused,
     nearest,
+    parts_of,
     peer_name,
     remedy_for_unknown,
-    seam_of,
     strip,
     walk,
 )
@@ -102,6 +103,8 @@ class CommandLine:
         self._multirun = multirun
         self._rules = rules
         self._found: dict[str, Violation] = {}
+        self.notes: dict[str, None] = {}
+        """What to write instead of settings of before, each once."""
 
     def violations(self, arguments: Sequence[str], *, names_only: bool) -> list[Violation]:
         """Every problem with the arguments.
@@ -177,7 +180,8 @@ class CommandLine:
         fields = {field.path: field for field in walk(self._root.schema)}
         if key in fields and fields[key].section and not override.is_sweep_override():
             return self._check_section(fields[key], override)
-        if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
+        known = {*fields, *EARLIER}
+        if key in known or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
         near_group = None if "." in key or peer_name(key) else nearest(key, self._composer.groups())
         remedy = f"did you mean {near_group}=...?" if near_group else remedy_for_unknown(key, self._root.schema)
@@ -217,6 +221,7 @@ class CommandLine:
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
             violations = self._violations_of(loaded)
+        self.notes.update(dict.fromkeys(loaded.notes))
         fields = {violation.field for violation in violations}
         for violation in violations:
             source = source_of(config, violation.field)
@@ -268,12 +273,14 @@ class CommandLine:
         if isinstance(config, DictConfig):
             return config
         refusals = self._composer.refusals(overrides)
-        parts = [field.path for field in walk(self._root.schema) if seam_of(field.annotation)]
+        parts = parts_of(self._root.schema)
         for override, why in refusals:
             key = override.key_or_group
             part = next((path for path in parts if key.startswith(f"{path}.")), None)
             if part is not None:  # a name has no arguments
-                why = f"write {part}={{{TARGET}: NAME, {key.removeprefix(f'{part}.')}: ...}}"
+                argument = key.removeprefix(f"{part}.")
+                name = next(iter(parts[part].having(argument)), "NAME")
+                why = f"write {part}={{{TARGET}: {name}, {argument}: ...}}"
             # A list in the place of a mapping, say, which OmegaConf refuses without saying what there may be.
             mistyped = [] if override.is_sweep_override() else self._mistyped(key, override.value())
             for violation in mistyped:
