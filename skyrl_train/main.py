@@ -2,7 +2,7 @@
 
     command line --preflight--> every problem with it at once, before torch is imported
                  --Hydra-->     one composed config, one run folder
-                 --run-->       data, plan, parts (runs/rl.py), training (trainers/ppo.py)
+                 --run-->       resolved, data, plan (runs/drive.py), parts (runs/rl.py), steps (trainers/ppo.py)
 
 Exit status: 0 done; 2 something the user can fix; 1 a defect, with its traceback; 128 and the number of the signal where
 one stopped the run (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1), in its steps with a checkpoint written.
@@ -26,23 +26,18 @@ def main() -> None:
 
 def _look(node: DictConfig) -> None:
     """`--look`: what two prompts make of the run, and nothing else."""
-    from skyrl_train.config import Config
-    from skyrl_train.runs import train
-    from skyrl_train.runs.cli import exit_on_errors, load_node
-
-    with exit_on_errors(node) as ending:
-        train(load_node(node, Config), on_end=ending.begins, only_looks=True)
+    _train(node, only_looks=True)
 
 
-def _train(node: DictConfig) -> float | None:
+def _train(node: DictConfig, *, only_looks: bool = False) -> float | None:
     from skyrl_train.config import Config
     from skyrl_train.runs import swept_metric, train
     from skyrl_train.runs.cli import exit_on_errors, load_node
 
     with exit_on_errors(node) as ending:
         config = load_node(node, Config)
-        train(config, on_end=ending.begins)
-        return swept_metric(config)
+        train(config, on_end=ending.begins, only_looks=only_looks)
+        return None if only_looks else swept_metric(config)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     command line --preflight--> every problem with it at once, before torch is imported
                  --Hydra-->     one composed config (conf/sft.yaml), one run folder
-                 --run-->       data, plan, parts (runs/sft.py), training (trainers/sft.py)
+                 --run-->       resolved, data, plan (runs/drive.py), parts (runs/sft.py), steps (trainers/sft.py)
 
 Exit status as of `main.py`.
 """

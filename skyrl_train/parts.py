@@ -1,4 +1,4 @@
-"""The built-in parts by seam: their names, where each is defined, and what it reads.
+"""The built-in parts by seam: their names, where each is defined, and what it reads. Arguments stand with the part.
 
 Which passes a run needs, and which columns travel, follows from what its parts read (`config/algorithm/settings.py`,
 `config/derived/learners.py`), before anything that imports torch is loaded; a custom part declares the same with
@@ -7,13 +7,11 @@ Which passes a run needs, and which columns travel, follows from what its parts 
 
 from __future__ import annotations
 
-from skyrl_train.registry import Builtin, Reads, Seam
+from skyrl_train.declarations import Builtin, Reads, declared_parts
+from skyrl_train.registry import Seam
 
 _ADVANTAGES = "skyrl_train.algorithms.advantages"
 _BASELINES = "skyrl_train.algorithms.baseline_advantages"
-_CLIPPED = "skyrl_train.algorithms.losses.clipped"
-_SEQUENCE = "skyrl_train.algorithms.losses.sequence"
-_WEIGHTED = "skyrl_train.algorithms.losses.weighted"
 
 
 def _reads(*columns: str, tokenwise: bool = False, whole_groups: bool = False) -> Reads:
@@ -51,36 +49,19 @@ ADVANTAGE_ESTIMATORS = Seam(
     readable=frozenset(
         {"old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "greedy_rewards", "reward_components"}
     ),
+    declares_arguments=True,
 )
 """`(AdvantageInputs, AlgorithmConfig) -> AdvantageOutput`. A custom one that declares nothing is given all there is."""
 
-_RATIO = _reads("advantages", "old_logprobs", tokenwise=True)
-_RATIO_OF_ROW = _reads("advantages", "old_logprobs")
-_FROM_ROLLOUT = _reads("advantages", "rollout_logprobs", tokenwise=True)
-
 POLICY_LOSSES = Seam(
     "trainer.algorithm.policy_loss",
-    {
-        "regular": Builtin(f"{_CLIPPED}:regular", _RATIO),
-        "dual_clip": Builtin(f"{_CLIPPED}:dual_clip", _RATIO),
-        "gspo": Builtin(f"{_SEQUENCE}:gspo", _RATIO_OF_ROW),
-        "gmpo": Builtin(f"{_SEQUENCE}:gmpo", _RATIO_OF_ROW),
-        "vespo": Builtin(f"{_SEQUENCE}:vespo", _RATIO_OF_ROW),
-        "cispo": Builtin(f"{_WEIGHTED}:cispo", _RATIO),
-        "sapo": Builtin(f"{_WEIGHTED}:sapo", _RATIO),
-        "clip_cov": Builtin(f"{_CLIPPED}:clip_cov", _RATIO_OF_ROW),
-        "kl_cov": Builtin(f"{_CLIPPED}:kl_cov", _RATIO_OF_ROW),
-        "rollout_is": Builtin(f"{_WEIGHTED}:rollout_is", _FROM_ROLLOUT),
-        "dppo": Builtin(f"{_WEIGHTED}:dppo", _FROM_ROLLOUT),
-        "importance_sampling": Builtin(f"{_WEIGHTED}:importance_sampling", _RATIO),
-        "reinforce": Builtin(f"{_WEIGHTED}:reinforce", _reads("advantages", tokenwise=True)),
-        "cross_entropy": Builtin(f"{_WEIGHTED}:cross_entropy", _reads(tokenwise=True)),
-    },
+    declared_parts("skyrl_train.algorithms.losses"),
     given=("inputs", "config"),
     readable=frozenset({"advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "values"}),
     undeclared=Reads(columns=frozenset({"advantages", "old_logprobs"}), declared=False),
+    declares_arguments=True,
 )
-"""`(PolicyLossInputs, AlgorithmConfig) -> PolicyLossOutput`."""
+"""`(PolicyLossInputs, AlgorithmConfig) -> PolicyLossOutput`: the functions under `@reads` in `algorithms/losses/`."""
 
 MICRO_BATCH_STRATEGIES = Seam(
     "trainer.micro_batching",
@@ -208,6 +189,7 @@ CRITIC_LOSSES = Seam(
     "trainer.algorithm.critic_loss",
     {"clipped": Builtin("skyrl_train.algorithms.losses.critic:value_loss")},
     given=("inputs", "config"),
+    declares_arguments=True,
 )
 """`(ValueLossInputs, AlgorithmConfig) -> PolicyLossOutput`."""
 

@@ -3,7 +3,8 @@
 A setting that chooses a part takes a built-in name, a target `package.module:attr`, or a mapping in Hydra's idiom,
 `{_target_: package.module:attr, tau: 0.3}`, whose other keys are keyword arguments of the target. A target resolves the
 same way in every process, so nothing has to be registered or shipped. Built-in names are targets too: `Seam` lists
-them, together with what each part reads, and imports a part only when it is used.
+them, together with what each part reads, and imports a part only when it is used. What a loss reads and which arguments
+a part takes stands at its function, as in a custom one, and is read from the source: nothing imports torch for it.
 
 A target may be in a file of the user's own, named by its path; where it raises, a message quotes the line of that file.
 """
@@ -26,11 +27,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any
 
+from skyrl_train.declarations import Argument, Builtin, declared_arguments
+from skyrl_train.declarations import Reads as Reads  # plug-ins have both from here
+from skyrl_train.declarations import reads as reads
 from skyrl_train.errors import ConfigError, Violation
-
-T = TypeVar("T")
 
 PartSpec = str | Mapping[str, Any]
 """What a setting says of a part: a name, a target, or a mapping with `_target_` and keyword arguments."""
@@ -38,63 +40,6 @@ PartSpec = str | Mapping[str, Any]
 TARGET = "_target_"
 _MAX_NAMES = 8
 """Names of a module that a message lists where none is near."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """What an advantage estimator, a loss or a planner reads. What has to be computed for it follows from this."""
-
-    columns: frozenset[str] = frozenset()
-    """Beside rewards, masks and the policy's log-probabilities: `old_logprobs`, `ref_logprobs` (loads a reference),
-    `values` (needs a critic); an estimator also `sum_pi_squared`, `greedy_rewards` and `reward_components`; a loss
-    `advantages` and `rollout_logprobs`. A micro-batch planner: `memory_budget` (has models probed at the start)."""
-    whole_groups: bool = False
-    """It compares the trajectories of one prompt, so that a single one, or equal ones, are worth 0."""
-    tokenwise: bool = False
-    """A loss: that of a token reads nothing of its row's other tokens."""
-    every_token: bool = False
-    """An estimator: it looks at tokens that nobody sampled, too (prompts and observations)."""
-    teacher: Literal["reference", "other_model", "policy"] = "reference"
-    """Who gives `ref_logprobs`: the reference, whichever it is; a reference that must not be the policy; or the policy
-    itself, shown `generator.privileged_context`."""
-    own_devices: bool = False
-    """An inference engine: it computes on devices of its own, on Ray in actors (`generator.vllm.num_engines`); any other is
-    made in the loop's process."""
-    in_flight_updates: bool = False
-    """An inference engine: it takes new weights while it answers, between two tokens, as `EngineSettings.in_flight_cache`
-    says, and its answers tell which of them sampled what."""
-    declared: bool = True
-    """False for a custom part that says nothing."""
-
-
-def reads(*columns: str, **facts: Any) -> Callable[[T], T]:
-    """Declare what a custom estimator, loss or planner reads: `@reads("old_logprobs", "ref_logprobs", tokenwise=True)`.
-
-    Args:
-        columns: As `Reads.columns`.
-        facts: The other fields of `Reads`.
-
-    Raises TypeError for an unknown field. Columns that there are not are refused with the configuration.
-    """
-    declared = Reads(columns=frozenset(columns), **facts)
-
-    def declare(part: T) -> T:
-        part.reads = declared  # type: ignore[attr-defined]
-        return part
-
-    return declare
-
-
-@dataclass(frozen=True)
-class Builtin:
-    """A part of the package: where it is, and what it reads."""
-
-    target: str
-    reads: Reads = field(default_factory=Reads)
-    settings: str = ""
-    """Where the part's own settings are, if it is not called as custom ones are and so takes no arguments."""
-    free: frozenset[str] = frozenset()
-    """Arguments that a resumed run may change as it likes: addresses, deadlines, where something is computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +57,8 @@ class Seam(Mapping[str, Any]):
     """What a custom part that is a class must define: `a|b` where one of two will do, `async a` for a coroutine."""
     names_elsewhere: bool = False
     """There are further names, which can only be looked up where they are used: who does so checks the part, too."""
+    declares_arguments: bool = False
+    """Its built-in parts are functions whose keyword-only parameters say what their arguments may be, as settings do."""
     undeclared: Reads = field(default_factory=lambda: Reads(declared=False))
     """What is assumed of a custom part that does not say what it reads."""
 
@@ -129,9 +76,56 @@ class Seam(Mapping[str, Any]):
 
         Raises ConfigError naming the setting, the known names and the nearest one.
         """
-        target, arguments = split_spec(spec)
+        target, arguments = split_spec(self.normal(spec))
         part: Any = import_attr(self._target(target), field=self.setting)
         return functools.partial(part, **arguments) if arguments else part
+
+    def arguments(self, spec: PartSpec) -> Mapping[str, Argument]:
+        """The arguments of the built-in part that `spec` chooses, as it declares them, without importing it; of a custom
+        part, and where parts declare none, nothing."""
+        builtin = self.builtins.get(self.name_of(spec)) if self.declares_arguments else None
+        return {} if builtin is None else declared_arguments(builtin.target)
+
+    def normal(self, spec: PartSpec) -> PartSpec:
+        """The same part in the shortest way: a built-in one by its name, without arguments that are at their default, and
+        without what a preset said of the part whose place this one takes (Hydra merges the two).
+
+        Arguments are of the types that the part declares, where they can be; `violations` tells of the others.
+        """
+        arguments = {key: value for key, value in split_spec(spec)[1].items() if not self._is_left(spec, key, value)}
+        name, declared = self.name_of(spec), self.arguments(spec) if arguments else {}
+        typed = {key: declared[key].typed(value) if key in declared else value for key, value in arguments.items()}
+        kept = {
+            key: value for key, value in typed.items() if key not in declared or not declared[key].is_default(value)
+        }
+        if name in self.builtins:
+            return {TARGET: name, **kept} if kept else name
+        return spec if isinstance(spec, str) else {TARGET: spec[TARGET], **kept}
+
+    def complete(self, spec: PartSpec) -> PartSpec:
+        """The same part with every argument that it declares, for a record that says what its defaults were."""
+        declared = self.arguments(spec)
+        defaults = {key: argument.default for key, argument in declared.items()}
+        return {TARGET: self.name_of(spec), **defaults, **split_spec(spec)[1]} if declared else spec
+
+    def _is_left(self, spec: PartSpec, key: str, value: Any) -> bool:
+        """Whether the chosen part lacks an argument that has the value which another one's default, or a preset, gave it."""
+        others = [self.arguments(name)[key] for name in self.having(key)]
+        if not any(each.is_default(value) or each.is_preset(value) for each in others):
+            return False
+        name = self.name_of(spec)
+        if name in self.builtins:
+            return key not in self.arguments(name)
+        try:
+            part: Any = import_attr(self._target(name), field=self.setting)
+            parameters = inspect.signature(part).parameters
+        except (ConfigError, TypeError, ValueError):
+            return False
+        return key not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+    def having(self, argument: str) -> list[str]:
+        """The built-in parts that take an argument of that name."""
+        return [name for name in self.builtins if argument in self.arguments(name)]
 
     def name_of(self, spec: PartSpec) -> str:
         """The built-in name, also where `spec` is its target; the target of a custom part."""
@@ -156,12 +150,17 @@ class Seam(Mapping[str, Any]):
         """What is wrong with `spec`, the value of `setting`: no such name, nothing to import there, arguments that the
         part does not take.
 
-        Imports custom parts, and built-in ones only where arguments are given to them.
+        Imports custom parts, and built-in ones only where arguments are given to them that they do not declare. Whether
+        the value of a declared one is allowed is a rule (`config/rules/argument_rules.py`).
         """
         setting = setting or self.setting
-        target, arguments = split_spec(spec)
+        target, arguments = split_spec(self.normal(spec))
         if target in self.builtins and not arguments:
             return []
+        name = self.name_of(spec)
+        if self.declares_arguments and name in self.builtins:
+            known = [*self.arguments(name)]
+            return list(_unknown_arguments(arguments, known, field=setting, name=name, having=self.having))
         own = self.builtins[target].settings if target in self.builtins else ""
         if own:
             rule, value = f"takes no arguments with {target}", ", ".join(arguments)
@@ -180,7 +179,9 @@ class Seam(Mapping[str, Any]):
             )
             remedy = "Change its declaration, @reads(...)"
             return [Violation(field=setting, rule=rule, value=repr(target), remedy=remedy)]
-        found = list(argument_violations(part, arguments, field=setting, name=target, given=self.given))
+        found = list(
+            argument_violations(part, arguments, field=setting, name=target, given=self.given, having=self.having)
+        )
         return [*found, *_missing_methods(part, self.methods, field=setting, name=target)]
 
     def _target(self, name: str, setting: str = "") -> str:
@@ -209,7 +210,13 @@ def part_name(spec: PartSpec) -> str:
 
 
 def argument_violations(
-    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str, name: str, given: Sequence[str] = ()
+    part: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    field: str,
+    name: str,
+    given: Sequence[str] = (),
+    having: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> Iterator[Violation]:
     """Keyword arguments that `part` does not take, those that it needs and does not get, and too few parameters for what
     it is given by position.
@@ -218,6 +225,7 @@ def argument_violations(
         part: A class or a function, which is called with `given` by position beside these.
         field: The setting, e.g. `trainer.algorithm.policy_loss`.
         name: As the part is called in the message.
+        having: The built-in parts that take an argument of a name.
     """
     try:
         parameters = list(inspect.signature(part).parameters.values())
@@ -232,12 +240,8 @@ def argument_violations(
     parameters = parameters[len(given) :]
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = [one.name for one in named]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    for key, value in arguments.items():
-        if key not in known and not takes_any:
-            rule = f"is no argument of {name}, which takes {', '.join(known) or 'none'}"
-            remedy = did_you_mean(key, known) or f"drop {field}.{key}"
-            yield Violation(field=f"{field}.{key}", rule=rule, value=repr(value), remedy=remedy)
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        yield from _unknown_arguments(arguments, known, field=field, name=name, having=having)
     for one in named:
         if one.default is one.empty and one.name not in arguments:
             setting = "" if field.endswith("]") else f"{field}="  # an item of a list is written with its list
@@ -245,6 +249,19 @@ def argument_violations(
             yield Violation(
                 field=f"{field}.{one.name}", rule=f"must be given to {name}", value="nothing", remedy=remedy
             )
+
+
+def _unknown_arguments(
+    arguments: Mapping[str, Any], known: Sequence[str], *, field: str, name: str, having: Callable[[str], Sequence[str]]
+) -> Iterator[Violation]:
+    for key, value in arguments.items():
+        if key not in known:
+            rule = f"is no argument of {name}, which takes {', '.join(known) or 'none'}"
+            if others := having(key):  # it may come from a preset
+                remedy = f"it is one of {', '.join(others)}: drop it, or what a preset says with ~{field}.{key}"
+            else:
+                remedy = did_you_mean(key, list(known)) or f"drop {field}.{key}"
+            yield Violation(field=f"{field}.{key}", rule=rule, value=repr(value), remedy=remedy)
 
 
 def _missing_methods(part: Any, methods: Sequence[str], *, field: str, name: str) -> Iterator[Violation]:

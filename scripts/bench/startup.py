@@ -37,29 +37,34 @@ def run_child(folder: Path, overrides: list[str]) -> None:
     from skyrl_train import main as entry
 
     mark("imports of the command")
-    from skyrl_train.telemetry.logs import RunConsole
-    from skyrl_train.trainers import steps
+    drive = import_module("skyrl_train.runs.drive")  # whose own names are replaced: it calls them by these
 
-    run = import_module("skyrl_train.runs.rl")  # whose own names are replaced: it calls them by these
-
-    def note_end(owner: Any, name: str, stage: str) -> None:
+    def note_end(owner: Any, name: str, stage: str, then: Callable[[], object] = lambda: None) -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             mark(stage)
+            then()
             return result
 
         setattr(owner, name, wrapped)
 
-    note_end(run, "validate_config", "command line checked, configuration composed")
-    note_end(run, "load_data", "torch imported, prompts read and measured")
-    note_end(run, "build_host", "Ray up, room reserved")
-    note_end(run, "build_rollouts", "engines begin to load")
-    note_end(run, "build_learners", "models and engines loaded")
-    note_end(steps, "sync", "first weight sync")
-    note_end(RunConsole, "on_progress", "first rollout")
-    note_end(steps, "generate", "all rollouts of the first step")
+    def note_rest() -> None:
+        """What is imported by now, as it imports torch."""
+        run = import_module("skyrl_train.runs.rl")
+        mark("torch imported")
+        note_end(run, "load_data", "prompts measured")
+        note_end(run, "build_host", "Ray up, room reserved")
+        note_end(run, "build_rollouts", "engines begin to load")
+        note_end(run, "build_learners", "models and engines loaded")
+        trainers = import_module("skyrl_train.trainers")
+        note_end(trainers.steps, "sync", "first weight sync")
+        note_end(import_module("skyrl_train.telemetry.logs").RunConsole, "on_progress", "first rollout")
+        note_end(trainers.steps, "generate", "all rollouts of the first step")
+
+    note_end(drive, "resolve", "command line checked, configuration composed")
+    note_end(drive, "read_all_rows", "prompts read", note_rest)
     sys.argv = ["skyrl-train", *OVERRIDES, *overrides, f"hydra.run.dir={folder / 'run'}"]
     entry.main()
 

@@ -8,6 +8,7 @@ Group estimators compare the scores that `trainer.algorithm.step_rewards` choose
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from skyrl_train.algorithms.groups import Scores, score
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from skyrl_train.algorithms.losses.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.sequences import actions_of, discounted_suffix_sum, next_in_segment
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, Share
+from skyrl_train.declarations import InPreset
 from skyrl_train.errors import BatchError
 from skyrl_train.parts import ADVANTAGE_ESTIMATORS
 
@@ -25,19 +27,24 @@ __all__ = ["ADVANTAGE_ESTIMATORS", "AdvantageEstimator", "AdvantageInputs", "Adv
 AdvantageEstimator = Callable[[AdvantageInputs, AlgorithmConfig], AdvantageOutput]
 
 
-def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
+def gae(
+    inputs: AdvantageInputs, config: AlgorithmConfig, *, gae_lambda: Annotated[Share, InPreset(0.95)] = 1.0
+) -> AdvantageOutput:
     """`A_t = sum_l (gamma * lambda)^l delta_(t+l)`, `delta_t = r_t + gamma * V_(t+1) - V_t`; returns are `A_t + V_t`.
 
     Generalized advantage estimation, arXiv:1506.02438, equations 11 to 16. Time runs over the trained tokens of a
     trajectory alone: observation tokens are skipped, and the turns of a step-wise trajectory follow one another, so
     that splitting it into rows changes nothing. The value after the last token is 0. verl drops rewards that sit on
     observation tokens; here the action before gets them. Needs values. Raises BatchError for malformed inputs.
+
+    Args:
+        gae_lambda: How far errors of the values are summed: 0 is one step ahead, 1 to the end of the trajectory.
     """
     check_advantage_inputs(inputs)
     actions = actions_of(inputs)
     values = actions.gather(needed("values", inputs.values))
     deltas = actions.rewards + config.gamma * next_in_segment(values, actions.trajectory) - values
-    advantages = discounted_suffix_sum(deltas, actions.trajectory, config.gamma * config.gae_lambda)
+    advantages = discounted_suffix_sum(deltas, actions.trajectory, config.gamma * gae_lambda)
     return AdvantageOutput(
         advantages=actions.scatter(advantages, inputs.rewards),
         returns=actions.scatter(advantages + values, inputs.rewards),

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from skyrl_train.config.door.load import as_typed
-from skyrl_train.config.fields.facts import ForksWhere, Interchangeable, Range
+from skyrl_train.config.fields.facts import ForksWhere, Interchangeable, Range, Resume
 from skyrl_train.config.fields.fields import SchemaField, fact, is_optional, seam_of, strip, walk
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
+from skyrl_train.registry import TARGET
 
 _INTRODUCTION = """\
 # Configuration
@@ -113,6 +114,22 @@ def _table(fields: list[SchemaField]) -> Iterator[str]:
         for field in fields:
             cells = (type_text(field), f"`{as_typed(field.default)}`", resume_text(field), documentation(field))
             yield f"| `{field.path}` | {' | '.join(_cell(cell) for cell in cells)} |"
+        yield ""
+        for field in fields:
+            yield from _arguments(field)
+
+
+def _arguments(field: SchemaField) -> Iterator[str]:
+    """The arguments of the parts that a setting chooses, as they declare them."""
+    seam = seam_of(field.annotation)
+    declared = [(name, *each) for name in seam or () for each in seam.arguments(name).items()] if seam else []
+    if declared:
+        yield f"Arguments of parts, `{field.path}={{{TARGET}: PART, ARGUMENT: VALUE}}`:\n"
+        yield "| part | argument | type | default | on resume | meaning |\n|---|---|---|---|---|---|"
+        for name, key, argument in declared:
+            resume = fact(argument.annotation, Resume) or field.resume
+            cells = (_type_text(argument.annotation), f"`{as_typed(argument.default)}`", resume.value if resume else "")
+            yield f"| `{name}` | `{key}` | {' | '.join(map(_cell, (*cells, argument.meaning)))} |"
         yield ""
 
 

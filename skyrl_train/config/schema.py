@@ -30,7 +30,6 @@ from skyrl_train.config.fields.facts import (
     PositiveInt,
     Range,
     ReadWith,
-    StandsFor,
 )
 from skyrl_train.config.models.engines import GeneratorConfig
 from skyrl_train.config.models.models import CriticConfig as CriticConfig
@@ -109,7 +108,7 @@ class TrainerConfig(LoopConfig):
     """Prompts per optimizer step of the critic; must divide `train_batch_size`."""
     update_epochs_per_batch: Forks[PositiveInt] = 1
     """Passes over each training batch."""
-    auto_micro_batch_size: CutsRows[Annotated[bool, StandsFor("micro_batching", "auto")]] = False
+    auto_micro_batch_size: CutsRows[bool] = False
     """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
     max_staleness: Forks[Annotated[int, Range(0, 1000)]] = 0
     """By how many updates the weights that sampled a trained token may be older than those that are updated. 0: rollouts
@@ -154,6 +153,10 @@ class TrainerConfig(LoopConfig):
     look: Free[Literal["auto", "off", "full"]] = "auto"
     """A first look at two prompts' samples, rewards and times, of a run that begins (docs/recipes.md): auto before a first
     step that is expected to take over 30 s; full always, and where rewards, tools or the environment ask a server, too."""
+
+    def __post_init__(self) -> None:
+        if self.auto_micro_batch_size and self.micro_batching == "fixed":
+            object.__setattr__(self, "micro_batching", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from skyrl_train.learner.engine import ModelEngine
     from skyrl_train.learner.optimizer import build_optimizer
     from skyrl_train.learner.passes import Planned
-    from skyrl_train.learner.policy import BaseOfAdapter, PolicyLearner
+    from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.profiling import Profiler
+    from skyrl_train.learner.reference import BaseOfAdapter
     from skyrl_train.learner.shared_device import LearnerOnSharedDevice
     from skyrl_train.learner.state import read_model, read_tensors, take_weights
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,9 +171,10 @@ class ModelEngine:
     def forward(self, batch: TrainingInputBatch, score: ScoreRows, *, numbers: tuple[int, ...] = ()) -> Tensor:
         """`[num_tokens, *numbers]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
         self.offloader.require(optimizer=False)
-        return self.oom_retry.run(
-            batch, lambda planned: self.passes.score(planned, batch, score, numbers=numbers), training=False
-        )
+        score_planned = partial(self.passes.score, batch=batch, score=score, numbers=numbers)
+        if self.passes.meter is None:
+            return score_planned(self.passes.plan(batch, training=False))
+        return self.oom_retry.run(batch, score_planned, training=False)
 
     def forward_backward(
         self, batch: TrainingInputBatch, loss_of: LossOfRows, *, num_documents: int = 0
@@ -186,9 +188,11 @@ class ModelEngine:
             self.profiler.begin(batch.metadata.global_step)
         step = self.num_optimizer_steps if self.optimizer else 0
         self._has_gradient = True
-        found = self.oom_retry.run(
-            batch, lambda planned: self.passes.accumulate(planned, loss_of, step=step), training=True
-        )
+        accumulate = partial(self.passes.accumulate, loss_of=loss_of, step=step)
+        if self.passes.meter is None:
+            found = accumulate(self.passes.plan(batch, training=True))
+        else:  # what runs out of memory is planned and computed anew
+            found = self.oom_retry.run(batch, accumulate, training=True)
         self._pending_documents += num_documents
         self.non_finite_loss = self.non_finite_loss or found.non_finite
         return merge_metrics([found.metrics, self.oom_retry.metrics()])

@@ -27,7 +27,7 @@ from skyrl_train.learner.memory.meter import MemoryMeter
 from skyrl_train.learner.memory.oom_retry import ForwardSize
 from skyrl_train.model import hidden_states, reading
 from skyrl_train.model.layers import beyond_index, widest_activation
-from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
+from skyrl_train.model.lora import dropping
 from skyrl_train.model.parallel import replayed, replaying
 from skyrl_train.model.vision import showing
 from skyrl_train.telemetry import Metric, StepMetrics, Sum, merge_metrics
@@ -156,8 +156,10 @@ class Passes:
         surprises: list[Tensor] = []
         for part, is_last in zip(planned, reduction_schedule(len(planned)) if planned else ()):
             self.strategy.begin_micro_batch(self.model, is_last=is_last)
-            with self._computing(part) as (rows, layout):
-                loss, measured = self._loss_and_gradient(loss_of, rows, layout, step)
+            with self._computing(part) as (rows, layout), dropping(self.model, rows, layout, step=step):
+                loss, measured = self._compute(loss_of, rows, layout)
+                loss.backward()  # type: ignore[no-untyped-call]
+                loss = loss.detach()  # what the graph holds on to would be there in the next forward
                 if self.without_memory is not None:
                     continue
                 losses.append(loss)
@@ -207,17 +209,6 @@ class Passes:
         """`function` of the layout's last hidden states, under the strategy."""
         with self._autocast():
             return self.strategy.compute(self.model, lambda: function(hidden_states(self.model, layout), rows, layout))
-
-    def _loss_and_gradient(
-        self, loss_of: LossOfRows, rows: TrainingInputBatch, layout: Layout, step: int
-    ) -> tuple[Tensor, StepMetrics]:
-        try:
-            set_dropout_keys(self.model, rows, layout, step=step)
-            loss, metrics = self._compute(loss_of, rows, layout)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach(), metrics
-        finally:
-            forget_dropout_keys(self.model)
 
     def _require_foreseen(self, surprises: Sequence[Tensor]) -> None:
         """Raises ModelError where the head's gradient was formed for another loss than the one that came."""

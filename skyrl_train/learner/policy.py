@@ -5,7 +5,7 @@ loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,6 @@ from skyrl_train.algorithms import missing_step_column
 from skyrl_train.algorithms.losses import (
     PolicyLossInputs,
     is_tokenwise,
-    log_ratio_ledger,
-    masked,
     policy_loss,
     token_kl,
     unbiased_kl,
@@ -25,20 +23,19 @@ from skyrl_train.algorithms.losses import (
 )
 from skyrl_train.batch import ROUTED, TrainingInputBatch
 from skyrl_train.batch.layouts import Layout
-from skyrl_train.batch.steps import Ages, LossDenominators, MiniBatch, ages_in, token_ages
+from skyrl_train.batch.steps import Ages, LossDenominators, MiniBatch, ages_in
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.interfaces import HeldState
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
+from skyrl_train.learner.policy_metrics import ledger_metrics, rollout_difference
 from skyrl_train.learner.state import take_weights
 from skyrl_train.model import output_head
 from skyrl_train.model.files import export_model
 from skyrl_train.model.layers import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
 from skyrl_train.model.lora import adapter_off, adapter_tensors
 from skyrl_train.parts import POLICY_LOSSES
-from skyrl_train.telemetry import Max, Mean, StepMetrics, later
-from skyrl_train.weights import ModelWeights
+from skyrl_train.telemetry import Mean, StepMetrics, later
 
 DECLARED_METRICS = """
 loss/{total,policy,kl,entropy} | | The loss of an optimizer step, and its parts without their coefficients: means over
@@ -46,9 +43,6 @@ loss/{total,policy,kl,entropy} | | The loss of an optimizer step, and its parts 
     `actor/pg_loss`, `actor/kl_loss`; SkyRL `policy/final_loss`, `policy/policy_loss`
 policy/entropy | nats | Mean entropy of the distributions that trained tokens are drawn from. | | TRL `entropy`; verl
     `actor/entropy`; SkyRL `policy/policy_entropy`
-policy/rollout_logprob_diff{,_max} | nats | Mean and largest size of the trainer's minus the engine's log-probability,
-    as the update saw it. | where the engine gives log-probabilities | SkyRL
-    `policy/rollout_train_logprobs_abs_diff_mean`
 """
 
 
@@ -192,8 +186,8 @@ class PolicyLearner(HoldsModel):
             **{f"loss/{name}": Mean(later(term), share) for name, term in terms.parts.items()},
             "loss/total": Mean(later(terms.total), share),
             "policy/entropy": Mean(later(scores.entropy.sum()), float(num_tokens)),
-            **_rollout_difference(terms.inputs),
-            **_ledger(terms.inputs, rows, self._algorithm, ages),
+            **rollout_difference(terms.inputs),
+            **ledger_metrics(terms.inputs, rows, self._algorithm, ages),
             **terms.metrics,
         }
         return terms.total, metrics
@@ -234,33 +228,6 @@ class PolicyLearner(HoldsModel):
         return _Terms(total=total, parts=parts, inputs=inputs, metrics=output.metrics)
 
 
-class BaseOfAdapter:
-    """The reference where the policy trains an adapter: the policy's own model with the adapter off, so that no second model
-    is held. Implements Scorer; any other reference is a PolicyLearner without an optimizer."""
-
-    def __init__(self, forward_base: Callable[[TrainingInputBatch], Tensor]) -> None:
-        """`forward_base` is that of the policy, in this process or on ranks."""
-        self._forward_base = forward_base
-
-    def forward(self, batch: TrainingInputBatch) -> Tensor:
-        """Return log-probabilities as the policy's `forward` does, of the base model."""
-        return self._forward_base(batch)
-
-    def load_weights(self, weights: ModelWeights) -> None:  # noqa: ARG002
-        """Raises ModelError: the policy needs the base model as it is."""
-        raise ModelError("the reference is the policy's model with the adapter off and cannot take other weights")
-
-    def hold_state(self, *, copies: bool) -> HeldState:  # noqa: ARG002
-        """Nothing is saved: the base model does not change."""
-        return HeldState(is_copied=True, write=lambda folder: {})  # noqa: ARG005
-
-    def load(self, folder: Path) -> None:
-        """Nothing is loaded: the base model does not change."""
-
-    def close(self) -> None:
-        """Nothing is released: the model is the policy's."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Terms:
     total: Tensor
@@ -268,47 +235,6 @@ class _Terms:
     """Without their coefficients."""
     inputs: PolicyLossInputs
     metrics: StepMetrics
-
-
-def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
-    """How far the engine that sampled is from the model that trains; near 0 where weights were synced right."""
-    if inputs.rollout_logprobs is None:
-        return {}
-    difference = masked(inputs.old_logprobs - inputs.rollout_logprobs, inputs.loss_mask).abs()
-    return {
-        "policy/rollout_logprob_diff": Mean(later(difference.sum()), later(inputs.loss_mask.sum())),
-        "policy/rollout_logprob_diff_max": Max(later(difference.amax()) if difference.numel() else 0.0),
-    }
-
-
-def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: AlgorithmConfig, ages: Ages) -> StepMetrics:
-    """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled; by the age of the
-    tokens, too, where the weights of the update did not sample all of them.
-
-    Without a column `old_logprobs` there is no drift, since the step is the batch's first; but losses that never read
-    it are spared the column in later steps, too, and then nothing can be told apart.
-    """
-    if inputs.rollout_logprobs is None:
-        return {}
-    unread = algorithm.proximal == "behaviour" or "old_logprobs" not in loss_reads(algorithm).columns
-    unknown = "old_logprobs" not in rows and unread
-    flat_age = token_ages(rows)
-    token_age = None if flat_age is None else rows.with_columns(weight_version=flat_age).padded("weight_version")
-    stale = torch.full_like(inputs.loss_mask, unknown)
-    ledger = log_ratio_ledger(
-        logprobs=inputs.logprobs.detach(),
-        old_logprobs=inputs.old_logprobs,
-        rollout_logprobs=inputs.rollout_logprobs,
-        loss_mask=inputs.loss_mask,
-        is_stale=stale if token_age is None else stale | (token_age != 0),
-    )
-    found = ledger.metrics(inputs.loss_mask)
-    if token_age is None:
-        return found
-    found |= ledger.metrics_by_age(inputs.loss_mask, token_age, ages.found, knows_drift=not unknown)
-    if ages.fresh_behind_updates and not unknown:
-        found |= ledger.metrics_behind_updates(inputs.loss_mask, token_age)
-    return found
 
 
 def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:

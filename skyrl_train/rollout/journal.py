@@ -52,16 +52,12 @@ from skyrl_train.errors import DataError, SaveError
 from skyrl_train.rollout.admission import Closed, Settled
 from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import DISK_TIMEOUT_S, bring_to_disk, json_line, parse_strict_json, sync_folder
-from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
+from skyrl_train.telemetry.records import decode_answer, decode_trajectory, encode_trajectory
 from skyrl_train.types import (
-    NO_ROUTING,
     GenerationOutput,
     GenerationRequest,
     Prompt,
-    StopReason,
     Trajectory,
-    VersionRun,
-    decode_routing,
     encode_routing,
 )
 
@@ -136,26 +132,27 @@ class Journal:
         self._calls = {name: calls for name, calls in self._calls.items() if not settled.holds(_ordinal_of(name))}
 
     def turn(self, request: GenerationRequest) -> GenerationOutput | None:
-        """Return the answer to the same request of a run before; None where there is none, or it was to another prompt."""
+        """Return the answer to the same request of a run before; None where there is none, or it was to another prompt.
+        Raises DataError."""
         record = self._turns.get(request.request_id)
         if record is None or record["of"] != _digest(request):
             return None
-        return GenerationOutput(
-            token_ids=tuple(record["tokens"]),
-            logprobs=tuple(record["logprobs"]),
-            stop_reason=StopReason(record["stop"]),
-            weight_versions=tuple(VersionRun(start, version) for start, version in record["versions"]),
-            routed_experts=decode_routing(record["experts"]) if "experts" in record else NO_ROUTING,
-        )
+        try:
+            return decode_answer(record)
+        except ValueError as error:
+            raise _unreadable(self.path, f"turn {request.request_id}", error) from error
 
     def calls(self, trajectory: str) -> tuple[Call, ...]:
         """Return what the environment of a trajectory answered in a run before, in order."""
         return tuple(self._calls.get(trajectory, ()))
 
     def group(self, ordinal: int) -> tuple[Trajectory, ...] | None:
-        """Return the samples of a group that finished in a run before."""
+        """Return the samples of a group that finished in a run before. Raises DataError."""
         records = self._groups.get(ordinal)
-        return None if records is None else tuple(decode_trajectory(record)[1] for record in records)
+        try:
+            return None if records is None else tuple(decode_trajectory(record)[1] for record in records)
+        except ValueError as error:
+            raise _unreadable(self.path, f"group {ordinal}", error) from error
 
     def take_counts(self) -> dict[str, float]:
         """Return what became of environments of a run before since the last time: `stream/resumed_WAY` and
@@ -380,6 +377,10 @@ def _no_line(path: Path, number: int, error: Exception) -> DataError:
         f"{path}, line {number}: not a line of a journal ({type(error).__name__}: {error}). "
         "Start over with trainer.resume_mode=none"
     )
+
+
+def _unreadable(path: Path, what: str, error: ValueError) -> DataError:
+    return DataError(f"{path}: {what} cannot be read ({error}). Start over with trainer.resume_mode=none")
 
 
 def _is_left_out(line: bytes, version: int, settled: frozenset[int]) -> bool:

@@ -6,17 +6,19 @@ TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.runs.capsule import open_capsule, run_again
     from skyrl_train.runs.capsule_bisect import bisect, refuse_again
-    from skyrl_train.runs.common import build_loop, build_trackers, open_checkpoints
-    from skyrl_train.runs.evaluation import evaluate
+    from skyrl_train.runs.construction.parts import assembly_settings, ppo_settings
+    from skyrl_train.runs.drive import evaluate, train, train_sft
+    from skyrl_train.runs.resolve import resolve
     from skyrl_train.runs.result import RunResult, run_logged, swept_metric
-    from skyrl_train.runs.rl import assembly_settings, load_data, ppo_settings, train
-    from skyrl_train.runs.sft import build_sft_evaluator, open_best, step_settings, train_sft
+    from skyrl_train.runs.rl import load_data
+    from skyrl_train.runs.sft import build_sft_evaluator, open_best
+    from skyrl_train.runs.task import Attempt, build_trackers, open_checkpoints
 
 __all__ = [
+    "Attempt",
     "RunResult",
     "assembly_settings",
     "bisect",
-    "build_loop",
     "build_sft_evaluator",
     "build_trackers",
     "evaluate",
@@ -26,9 +28,9 @@ __all__ = [
     "open_checkpoints",
     "ppo_settings",
     "refuse_again",
+    "resolve",
     "run_again",
     "run_logged",
-    "step_settings",
     "swept_metric",
     "train",
     "train_sft",

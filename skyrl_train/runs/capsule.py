@@ -15,6 +15,7 @@ import torch
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.config import Config, SFTConfig, sft_learner_settings
+from skyrl_train.config.algorithm import as_now
 from skyrl_train.config.derived import RunModels, run_models
 from skyrl_train.config.door import load_root
 from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
@@ -26,10 +27,9 @@ from skyrl_train.learner import read_tensors
 from skyrl_train.model.files import image_reader
 from skyrl_train.plan import plan_batches
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.common import prepare_process
-from skyrl_train.runs.construction.parts import Host, build_learners, size_micro_batches
-from skyrl_train.runs.rl import ppo_settings
+from skyrl_train.runs.construction.parts import Host, build_learners, ppo_settings, size_micro_batches
 from skyrl_train.runs.sft import size_policy
+from skyrl_train.runs.task import prepare_process
 from skyrl_train.telemetry import RunFolder, merge_metrics, to_values
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.records import read_facts, read_rollouts
@@ -127,7 +127,7 @@ def open_capsule(run: Path, step: int) -> Opened:
         before, after = states / step_name(step - 1), states / step_name(step)
         verify(before)
         verify(after)
-    node, is_supervised = read_yaml(folder / CONFIG_FILE), capsule.denominators is not None
+    node, is_supervised = as_now(read_yaml(folder / CONFIG_FILE)).tree, capsule.denominators is not None
     config: Config | SFTConfig = load_root(node, SFTConfig) if is_supervised else load_root(node, Config)
     return Opened(run=RunFolder(run), folder=folder, capsule=capsule, config=config, before=before, after=after)
 

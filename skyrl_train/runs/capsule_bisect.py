@@ -31,7 +31,7 @@ from skyrl_train.runs.capsule_search import (
     suspects,
     with_loss_on,
 )
-from skyrl_train.runs.rl import ppo_settings
+from skyrl_train.runs.construction.parts import ppo_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.checkpoints import TrainerState
 

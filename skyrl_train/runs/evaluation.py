@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 from torch import Tensor
 
 from skyrl_train.config import Config
 from skyrl_train.config.models import ships_adapter
-from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.interfaces import WeightTransport
 from skyrl_train.learner import read_model
-from skyrl_train.model import pinned
 from skyrl_train.model.lora import adapter_tensors, as_they_are, base_with_adapter, merged_weights
-from skyrl_train.runs.cli.auto_placement import place
-from skyrl_train.runs.common import OnEnd, Parts, limit_threads, open_folder, prepare_process, tell_nobody
-from skyrl_train.runs.construction.parts import build_evaluator, build_host, build_rollouts
-from skyrl_train.runs.rl import describe, load_data, read_all_rows
+from skyrl_train.runs.construction.parts import build_evaluator, build_host, build_rollouts, open_rollout_log
+from skyrl_train.runs.resolve import CheckedRows
+from skyrl_train.runs.restarts import OnEnd
+from skyrl_train.runs.rl import load_data
+from skyrl_train.runs.task import Parts, prepare_process
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers import RolloutLog
 from skyrl_train.trainers.checkpoints import CheckpointStore, TrainerState
 from skyrl_train.trainers.evaluation import evaluation_line, figures_table, write_evaluation
 from skyrl_train.weights import stored_weights
 
 
-def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
-    """One evaluation on `data.validation` with the weights of `model.path`, or of the checkpoint `trainer.resume_path`.
-
-    Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. `on_end` is called before parts are closed.
-    Raises SkyrlTrainError.
-    """
-    config = place(config, training=False)
-    if violations := validate_config(config):
-        raise ConfigError(violations)
-    limit_threads(config)
-    config = replace(config, model=pinned(config.model))
-
-    console = RunConsole()
-    folder = open_folder(config)
-    console.header(f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", describe(config))
-    rows = read_all_rows(config)
+def evaluate_once(
+    config: Config, rows: Sequence[CheckedRows], folder: RunFolder, console: RunConsole, on_end: OnEnd
+) -> None:
+    """Evaluate on the held-out prompts of `rows`, and write what was found. Raises SkyrlTrainError."""
     prepare_process(config)
-
     data = load_data(config, rows)
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
@@ -53,9 +37,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
         host = build_host(config, stack)
         rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
         step = _load_checkpoint_weights(config, folder, rollouts.transport)
-        rollout_log = RolloutLog(folder.rollouts, config.rollouts) if config.trainer.dump_rollouts else None
-        if rollout_log is not None:
-            stack.callback(rollout_log.close)
+        rollout_log = open_rollout_log(config, folder, stack)
         evaluator = build_evaluator(config, data.validation, rollouts.generator, rollout_log)
         if evaluator is None:
             raise ConfigError(

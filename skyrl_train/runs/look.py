@@ -12,7 +12,7 @@ import json
 import re
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -37,11 +37,11 @@ from skyrl_train.plan import (
 from skyrl_train.rollout import check_failures
 from skyrl_train.rollout.hosts import row_columns
 from skyrl_train.rollout.rewards import forget_rewards
-from skyrl_train.runs.construction.parts import Host, rollout_generator
+from skyrl_train.runs.construction.parts import Host, ppo_settings, rollout_generator
 from skyrl_train.runs.look_report import Seen, look_lines, look_warnings
+from skyrl_train.runs.task import Attempt
 from skyrl_train.system import derive_seed
 from skyrl_train.telemetry import StepMetrics
-from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers import Generated, Learners, PPOSettings, PromptBatches, steps
 from skyrl_train.trainers.evaluation import groups_of
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, RolloutBatch, StopReason, Tokenizer, Turn
@@ -61,35 +61,30 @@ _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 
 
 def first_look(
-    config: Config,
-    settings_of: Callable[[Config], PPOSettings],
-    plan: BatchPlan,
+    attempt: Attempt[Config, BatchPlan],
     batches: PromptBatches,
     host: Host,
     learners: Learners,
-    console: RunConsole,
     *,
-    begins: bool = True,
     is_asked: bool = False,
 ) -> None:
     """Look at a run that begins, where its first step is expected to be long or the look is asked for.
 
     Args:
-        settings_of: What the steps of a configuration read.
         batches: The training prompts.
-        begins: Whether the run has the model's own weights, rather than those of a checkpoint.
         is_asked: Whether the command asks for the look itself.
 
     Raises SkyrlTrainError where every sample fails, with the reasons.
     """
+    config, plan, console = attempt.config, attempt.plan, attempt.console
     if not is_asked:
-        if not begins or config.trainer.look == "off":
+        if not attempt.is_fresh or config.trainer.look == "off":
             return
         expected = expected_step_seconds(config, plan) if config.trainer.look == "auto" else None
         if config.trainer.look == "auto" and (expected is None or expected.step_s <= LONG_STEP_S):
             return
     prompts = batches(0)[:NUM_PROMPTS]
-    reason = why_skipped(config, prompts) if begins else "the run begins at a checkpoint"
+    reason = why_skipped(config, prompts) if attempt.is_fresh else "the run begins at a checkpoint"
     if reason:
         console.note(f"first look: skipped, since {reason}")
         return
@@ -97,7 +92,7 @@ def first_look(
     tokenizer, small = cast("Tokenizer", load_tokenizer(config.model)), _shortened(config)
     began = time.monotonic()
     with console.phase("look"), torch.random.fork_rng(devices=[]):
-        seen = _look(config, small, settings_of(small), plan, prompts, host, learners, tokenizer)
+        seen = _look(config, small, plan, prompts, host, learners, tokenizer)
     length, of_run = (each.generator.sampling.max_generate_length for each in (small, config))
     cut = "" if length == of_run else f" of at most {length} new tokens in place of {of_run}"
     title = f"first look: {NUM_PROMPTS} prompts x {NUM_SAMPLES} samples{cut}, {duration(time.monotonic() - began)}"
@@ -205,7 +200,6 @@ class _Undone:
 def _look(
     config: Config,
     small: Config,
-    settings: PPOSettings,
     plan: BatchPlan,
     prompts: Sequence[Prompt],
     host: Host,
@@ -213,6 +207,7 @@ def _look(
     tokenizer: Tokenizer,
 ) -> Seen:
     """Raises SkyrlTrainError where every sample fails."""
+    settings = ppo_settings(small)
     assert host.engines is not None, "whatever is no recording is an engine"
     steps.sync(learners.policy, host.engines.transport, version=0)
     engine = _Engine(host.engines.engine)

@@ -1,52 +1,27 @@
-"""The prompts of a run, or of one data set of a mix: read, checked, and measured in tokens."""
+"""The prompts of a run, or of one data set of a mix, measured in tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig, ImagesConfig
 from skyrl_train.config.models import ModelConfig, StrategyConfig
 from skyrl_train.config.rules import layout_violations
 from skyrl_train.data import filter_by_length
-from skyrl_train.data.sources import IMAGES, references_in, refuse_images
-from skyrl_train.errors import ConfigError, DataError, ModelError, Violation, counted
+from skyrl_train.data.sources import IMAGES, references_in
+from skyrl_train.errors import ConfigError, DataError, Violation, counted
 from skyrl_train.images import with_pixels
 from skyrl_train.inference.vllm import make_tool_parser
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.files import check_token_ids, image_reader, pads_rows
-from skyrl_train.model.sizes import read_architecture
 from skyrl_train.registry import PartSpec, part_name, split_spec
-from skyrl_train.rollout import check_tools, checked_prompts
+from skyrl_train.rollout import check_tools
 from skyrl_train.rollout.stream import ReplayGenerator
 from skyrl_train.rollout.tools import tool_schemas
 from skyrl_train.runs.construction.parts import chat_tokens
+from skyrl_train.runs.resolve import CheckedRows
 from skyrl_train.types import Prompt
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedRows:
-    """The prompts of a run, or of one data set of a mix, whose rows have what their environment and rewards need."""
-
-    train: list[Prompt]
-    validation: list[Prompt]
-
-
-def read_rows(model: ModelConfig, data: DataConfig, environment: EnvironmentConfig) -> CheckedRows:
-    """Read and check all rows, before anything that imports torch. Raises DataError, ConfigError."""
-    train = checked_prompts(data, data.train, data.max_train_prompts, environment)
-    try:
-        validation = checked_prompts(data, data.held_out, data.max_validation_prompts, environment)
-    except DataError as error:
-        raise DataError(
-            f"{error} It is of data.validation; data.validation=[] goes without held-out prompts."
-        ) from error
-    with suppress(ModelError):  # nothing is known of it yet
-        if "vision_config" not in read_architecture(model.path, revision=model.revision):
-            for prompt in (*train, *validation):
-                refuse_images(prompt)
-    return CheckedRows(train=train, validation=validation)
 
 
 def measure_prompts(

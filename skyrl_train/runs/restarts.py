@@ -10,7 +10,6 @@ run would end it again: a mistake of the user's, a loss that raises, memory that
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
@@ -18,22 +17,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.config import Config, SFTConfig, layout_of_run, validate_sft
+from skyrl_train.config import AnyConfig, Config, layout_of_run
 from skyrl_train.config.models import ROLES, PlacementConfig
 from skyrl_train.config.placement import missing_room
-from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested, counted
-from skyrl_train.runs.common import OnEnd, tell_nobody
-from skyrl_train.telemetry import RunFolder
+from skyrl_train.runs.resolve import rule_violations
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers.checkpoints import ResumeSettings
 
-C = TypeVar("C", Config, SFTConfig)
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from skyrl_train.trainers.checkpoints import ResumeSettings
+
+C = TypeVar("C", bound=AnyConfig)
+OnEnd = Callable[[BaseException | None], None]
+"""Told how a run ended, before any part of it is closed."""
 
 logger = logging.getLogger(__name__)
+
+
+def tell_nobody(error: BaseException | None) -> None:
+    """The `OnEnd` of a caller who handles errors himself."""
 
 
 @dataclass(kw_only=True)
@@ -89,37 +93,6 @@ class Restarts:
             file.write(json.dumps(line) + "\n")
 
 
-def run_with_restarts(
-    config: C,
-    folder: RunFolder,
-    console: RunConsole,
-    attempt: Callable[[C, Restarts], R],
-    *,
-    on_end: OnEnd = tell_nobody,
-) -> R:
-    """Return what `attempt` does, which is made again up to `trainer.max_restarts` times where a worker is lost.
-
-    Raises whatever else an attempt raises; ActorLostError where a worker is lost once more, or in the very first start.
-    """
-    restarts, now = Restarts(file=folder.restarts_file, limit=config.trainer.max_restarts, on_end=on_end), config
-    while True:
-        try:
-            return attempt(now, restarts)
-        except Exception as error:
-            lost = restarts.answered(error)
-            if lost is None:
-                raise
-            restarts.reason = str(lost).partition("\n")[0]
-        # Behind the handler: the error's traceback holds the models and engines of the attempt.
-        gc.collect()
-        restarts.count += 1
-        console.warn(
-            f"restart {restarts.count} of {config.trainer.max_restarts} (trainer.max_restarts), from the last checkpoint: "
-            f"{restarts.reason}"
-        )
-        now = with_room(config, console)
-
-
 def _lost_worker(error: BaseException) -> ActorLostError | None:
     """The loss that ended an attempt, be it that closing what was left of it failed as well."""
     seen: BaseException | None = error
@@ -172,8 +145,7 @@ def smaller(config: C) -> Iterator[C]:
         if (num_ranks, engine_nodes) == (nodes * each, placement.inference_num_nodes):
             continue
         candidate = _resized(config, node_count, num_ranks // node_count, engine_nodes)
-        violations = validate_config(candidate) if isinstance(candidate, Config) else validate_sft(candidate)
-        if not violations:
+        if not rule_violations(candidate):
             yield candidate
 
 

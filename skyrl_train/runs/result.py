@@ -13,7 +13,7 @@ from typing import Any
 from skyrl_train.config import AnyConfig
 from skyrl_train.errors import StopRequested
 from skyrl_train.rollout.rewards import forget_rewards
-from skyrl_train.runs.common import open_folder
+from skyrl_train.runs.drive import open_folder
 from skyrl_train.telemetry import RunFolder, read_metrics
 from skyrl_train.telemetry.logs import RedactingFormatter, RunLogHandler, console_streams, learn_secrets, stacks
 from skyrl_train.trainers.evaluation import EvaluationResult, read_evaluations

@@ -5,11 +5,12 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.trainers import sft, steps
+    from skyrl_train.trainers.checkpoints.resume import checkpointed_models
     from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
     from skyrl_train.trainers.observers import Observers, RunEvent, StepFacts
-    from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
+    from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult
     from skyrl_train.trainers.rollout_sink import RolloutLog
-    from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer, named_metrics
+    from skyrl_train.trainers.sft import SFTResult, SFTTrainer, named_metrics
     from skyrl_train.trainers.step_metrics import batch_metrics, document_metrics, equal_groups, rollout_metrics
     from skyrl_train.trainers.steps import Generated, Learners, PPOSettings, PromptBatches, sampling_params
 
@@ -24,7 +25,6 @@ __all__ = [
     "RolloutLog",
     "RunEvent",
     "SFTResult",
-    "SFTSettings",
     "SFTTrainer",
     "StepFacts",
     "TrainingLoop",

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from skyrl_train.config import LoopConfig
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.interfaces import HeldState, Learner, Scorer
 from skyrl_train.system.files import FileSums
@@ -70,17 +71,7 @@ class LoopSettings:
 
     run_name: str
     total_steps: int
-    eval_before_train: bool
-    eval_interval: int
-    """Steps; 0 evaluates before and after training alone."""
-    ckpt_interval: int
-    """Steps; 0 saves at the end and on a signal alone."""
-    max_failed_saves: int
-    """Steps in a row that could not be written in full, after which the run ends."""
-    background_checkpoints: bool = True
-    """Whether checkpoints are written from copies while the run goes on."""
-    stop_grace_s: float = 0.0
-    """Seconds that the running step has after a signal; 0 does not limit it."""
+    trainer: LoopConfig
     config: Mapping[str, Any]
     """Every setting by its dotted name (`state.flat_config`), which checkpoints record."""
     num_restarts: int = 0
@@ -120,12 +111,12 @@ class TrainingLoop:
         )
         self._timeline, self._activity = Timeline(folder.timeline_file), activity
         self._stop = StopFlag()
-        self._writer, self._copies = CheckpointWriter(), settings.background_checkpoints
+        self._writer, self._copies = CheckpointWriter(), settings.trainer.background_checkpoints
         self._last_checkpoint, self._last_step = start.checkpoint, start.global_step
         self._finished: tuple[int, LoopState] | None = None
         """The last step that is finished and the state after it, which the models have until the next update."""
         self.saves = Saves(
-            folder, console, max_failures=settings.max_failed_saves, policy=cast("Learner", models["policy"])
+            folder, console, max_failures=settings.trainer.max_failed_saves, policy=cast("Learner", models["policy"])
         )
 
     @contextmanager
@@ -133,7 +124,7 @@ class TrainingLoop:
         """Wraps all steps: signals ask for a stop at the next safe point, and a NonFiniteError says where the run can be
         continued from."""
         watched = nullcontext() if self._alerts is None else self._alerts.watching(self.start.global_step)
-        with _start_up_uncollected(), stop_on_signals(grace_s=self.settings.stop_grace_s) as stop, watched:
+        with _start_up_uncollected(), stop_on_signals(grace_s=self.settings.trainer.stop_grace_s) as stop, watched:
             self._stop = stop
             try:
                 with self._saves_ended():
@@ -180,7 +171,11 @@ class TrainingLoop:
         the first step."""
         step = self.start.global_step
         self.observers.tell("start", step, path=self.folder.root)
-        if self.start.is_first and self.settings.eval_before_train and (metrics := self._evaluate(step, evaluate)):
+        if (
+            self.start.is_first
+            and self.settings.trainer.eval_before_train
+            and (metrics := self._evaluate(step, evaluate))
+        ):
             timings = self._finish_timing(step)
             with self.saves.attempt():
                 self._trackers.log({**metrics, **timings}, step=step)
@@ -202,7 +197,7 @@ class TrainingLoop:
 
     def evaluate_where_due(self, step: int, evaluate: Callable[[int], Figures]) -> Figures:
         """The metrics of `evaluate(step)` after the last step and every `eval_interval` steps; none otherwise."""
-        if self.is_last(step) or is_due(step, self.settings.eval_interval):
+        if self.is_last(step) or is_due(step, self.settings.trainer.eval_interval):
             return self._evaluate(step, evaluate)
         return {}
 
@@ -234,13 +229,13 @@ class TrainingLoop:
         """
         stopping, ends = self._stop.is_set, ends or self.is_last(step)
         goes_on = not (ends or stopping)
-        is_due_now = best is not None or is_due(step, self.settings.ckpt_interval)
+        is_due_now = best is not None or is_due(step, self.settings.trainer.ckpt_interval)
         self._learn_what_was_written(step, state, waits=is_due_now or not goes_on or self.saves.has_failed)
         # Behind a save that is under way the last checkpoint may be one that it has removed as too old.
         is_lost = self._writer.is_idle and self._last_checkpoint is not None and not self._last_checkpoint.is_dir()
         if is_lost:
             self.console.warn(f"{self._last_checkpoint}, the last checkpoint, was deleted: another is written now")
-        is_saved = not goes_on or self.saves.has_failed or is_due(step, self.settings.ckpt_interval) or is_lost
+        is_saved = not goes_on or self.saves.has_failed or is_due(step, self.settings.trainer.ckpt_interval) or is_lost
         stores = ([] if best is None else [best]) + ([self._checkpoints] if is_saved else [])
         self._save(step, state, stores, can_retry=goes_on)
         self._finished = step, state

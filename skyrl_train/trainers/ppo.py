@@ -25,7 +25,6 @@ a batch whose oldest token is of version `step - 1 - max_staleness` at least, an
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,13 +32,12 @@ from dataclasses import dataclass, replace
 from skyrl_train.algorithms import KLControllerState, next_state
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.data import Curriculum
-from skyrl_train.interfaces import Generator, Learner, ReportsMetrics, Scorer, WeightTransport
+from skyrl_train.interfaces import Generator, ReportsMetrics, WeightTransport
 from skyrl_train.rollout import Settled
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import to_values
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter, StepInputs
-from skyrl_train.trainers.checkpoints.resume import Start
 from skyrl_train.trainers.checkpoints.saving import export_whole
 from skyrl_train.trainers.checkpoints.state import LoopState
 from skyrl_train.trainers.evaluation.evaluate import EvaluationResult, Evaluator
@@ -48,12 +46,10 @@ from skyrl_train.trainers.loop import TrainingLoop, is_due
 from skyrl_train.trainers.observers import StepFacts
 from skyrl_train.trainers.rollout_sink import RolloutLog
 from skyrl_train.trainers.step_metrics import (
+    StepWarnings,
     batch_metrics,
     document_metrics,
-    engine_drift,
-    equal_groups,
     rollout_metrics,
-    silence_pays,
     speed_metrics,
     step_totals,
 )
@@ -99,8 +95,7 @@ class PPOTrainer:
         self.curriculum, self.stream, self.capsules = curriculum, stream, capsules
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
-        self._told_equal_groups = self._told_silence = False
-        self._invalid: deque[tuple[float, float]] = deque(maxlen=8)
+        self._warnings = StepWarnings(settings.trainer.algorithm, is_recorded=generator.is_recorded)
 
     def train(self) -> TrainingResult:
         """Train for all remaining steps, then write the export and show the table of evaluations.
@@ -138,7 +133,8 @@ class PPOTrainer:
                         )
                     known.batch = batch
                     with loop.phase("log"):
-                        self._keep(generated.rollouts, batch, step)
+                        if self.rollout_log is not None:
+                            self.rollout_log.write(generated.rollouts, batch, step=step)
                         known.batch = batch = batch.without_columns("entropies")  # nothing else reads them
                     with loop.phase("update"):
                         update = steps.update(
@@ -213,17 +209,8 @@ class PPOTrainer:
             )
             facts = StepFacts(step=step, rollouts=generated.everything, batch=batch)
             metrics = self.loop.observers.measure(facts, {**metrics, **controlled})
-        if (drift := engine_drift(metrics)) and not self.generator.is_recorded:
-            self.loop.console.warn(f"step {step}: {drift}")
-        if not self._told_equal_groups:
-            if told := equal_groups(generated.rollouts, self.settings.trainer.algorithm, step=step):
-                self.loop.console.warn(told)
-            self._told_equal_groups = bool(told)
-        if "env/invalid_actions" in metrics and not self._told_silence:
-            self._invalid.append((metrics["env/invalid_actions"], metrics["reward/mean"]))
-            if told := silence_pays(tuple(self._invalid)):
-                self.loop.console.warn(f"step {step}: {told}")
-            self._told_silence = bool(told)
+        for warning in self._warnings.of(step, metrics, generated.rollouts):
+            self.loop.console.warn(warning)
         self._flush_rollouts()
         self.loop.record(
             step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)
@@ -290,10 +277,6 @@ class PPOTrainer:
         self.loop.console.note(evaluation_line(result))
         return result.metrics()
 
-    def _keep(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
-        if self.rollout_log is not None:
-            self.rollout_log.write(rollouts, batch, step=step)
-
     def _failures_kept(self, step: int) -> AbstractContextManager[list[RolloutBatch]]:
         """Wraps a step, whose rollouts stay where it fails, unless none are kept at all."""
         return nullcontext([]) if self.rollout_log is None else self.rollout_log.failures_kept(step)
@@ -306,16 +289,3 @@ class PPOTrainer:
         if self.rollout_log is not None:
             with self.loop.phase("log"), self.loop.saves.attempt():
                 self.rollout_log.flush()
-
-
-def checkpointed_models(
-    learners: steps.Learners, start: Start, *, ref_update_interval: int
-) -> dict[str, Learner | Scorer]:
-    """The models that a checkpoint holds, by the names of their folders: a reference that stays what it was at the start
-    is not among them. One that moved before the run was forked is, though it moves no more."""
-    models: dict[str, Learner | Scorer] = {"policy": learners.policy}
-    if learners.critic is not None:
-        models["critic"] = learners.critic
-    if learners.reference is not None and (ref_update_interval > 0 or start.holds_reference):
-        models["reference"] = learners.reference
-    return models

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
+from skyrl_train.config import SFTTrainerConfig
 from skyrl_train.data import BatchLoader, SFTBatch
 from skyrl_train.errors import NonFiniteError, counted
 from skyrl_train.interfaces import Learner
@@ -43,18 +43,6 @@ TRAIN_LOSS = "train/loss"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTSettings:
-    """What supervised training reads beside `LoopSettings`."""
-
-    early_stopping_patience: int
-    """Evaluations without a lower loss after which the run ends; 0 is never."""
-    early_stopping_min_delta: float
-    """A lower loss counts from this difference on."""
-    export: Literal["last", "best", "none"]
-    """Which weights become the export."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SFTResult:
     """What a run that came to its end leaves to its caller."""
 
@@ -70,7 +58,7 @@ class SFTTrainer:
         self,
         *,
         loop: TrainingLoop,
-        settings: SFTSettings,
+        settings: SFTTrainerConfig,
         loader: BatchLoader,
         policy: Learner,
         evaluator: SFTEvaluator | None,

@@ -7,8 +7,8 @@ nothing to measure it on is left out rather than invented.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from skyrl_train.algorithms.losses import LARGEST_AGE_SHOWN, explained_variance
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import behind_updates, token_ages
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
-from skyrl_train.registry import part_name
+from skyrl_train.registry import split_spec
 from skyrl_train.trainers.checkpoints.state import Totals
 from skyrl_train.trainers.evaluation.evaluate import groups_of, response_length
 from skyrl_train.types import Outcome, RolloutBatch, Trajectory
@@ -192,7 +192,7 @@ def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: in
     each = f", {values.pop():g} in all of them" if len(values) == 1 else ""
     told = (
         f"the samples of a prompt all have the same reward in {len(equal)} of {len(groups)} groups{each}: with "
-        f"advantage_estimator={part_name(algorithm.advantage_estimator)} such groups have no gradient. "
+        f"advantage_estimator={split_spec(algorithm.advantage_estimator)[0]} such groups have no gradient. "
         f"{'Is' if step is None else f'Read rollouts/train_step_{step:06d}.parquet: is'} the reward the same for right and "
         "wrong answers, or the task too hard or too easy? A reward with steps between, more generator.n_samples_per_prompt, "
         "a higher generator.sampling.temperature or data.curriculum.enabled=true help."
@@ -216,6 +216,29 @@ def silence_pays(seen: Sequence[tuple[float, float]]) -> str:
         f"from {before[1]:.3g} to {after[1]:.3g}: does the policy learn to say nothing? Give answers without an action less "
         "than the worst action earns (environment.env_class.invalid_reward of gymnasium). This is said once"
     )
+
+
+class StepWarnings:
+    """What the steps of a run warn of. What would be said of many steps is said of the first."""
+
+    def __init__(self, algorithm: AlgorithmConfig, *, is_recorded: bool) -> None:
+        """`is_recorded`: rollouts are read, so that no engine is to blame."""
+        self._algorithm, self._is_recorded = algorithm, is_recorded
+        self._told_equal_groups = self._told_silence = False
+        self._invalid: deque[tuple[float, float]] = deque(maxlen=8)
+
+    def of(self, step: int, metrics: Mapping[str, float], rollouts: RolloutBatch) -> Iterator[str]:
+        """Yield what this step warns of."""
+        if (drift := engine_drift(metrics)) and not self._is_recorded:
+            yield f"step {step}: {drift}"
+        if not self._told_equal_groups and (told := equal_groups(rollouts, self._algorithm, step=step)):
+            self._told_equal_groups = True
+            yield told
+        if "env/invalid_actions" in metrics and not self._told_silence:
+            self._invalid.append((metrics["env/invalid_actions"], metrics["reward/mean"]))
+            if told := silence_pays(tuple(self._invalid)):
+                self._told_silence = True
+                yield f"step {step}: {told}"
 
 
 def document_metrics(batch: TrainingInputBatch, docs_per_step: int) -> dict[str, float]:

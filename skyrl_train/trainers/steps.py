@@ -53,8 +53,6 @@ policy/entropy_coef | | Weight of the entropy bonus that the controller chose. |
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
-
-
 PromptBatches = Callable[[int], Sequence[Prompt]]
 """The training prompts after so many batches: a function of that position alone (`data/prompts.py: PromptSource.batch`)."""
 

@@ -137,7 +137,7 @@ def plan_beside(plan: Mapping[str, Any], records: Sequence[Json]) -> list[Json]:
     steps = [record["step"] for record in records if record["step"] > 0]
     rows: list[Json] = []
     for name, planned in plan.items():
-        if isinstance(planned, (int, float)) and not isinstance(planned, bool):
+        if _number(planned) is not None:
             happened = last.get(_MEASURED.get(name, ""))
             if happened is not None and name.endswith("_per_batch"):
                 happened = happened / max(steps) if steps else None

@@ -20,12 +20,11 @@ from skyrl_train.learner.memory import GIB, CountingMeter, Prober, hold_everythi
 from skyrl_train.model import load_causal_lm
 from skyrl_train.model.parallel import REDUCE_SCATTER
 from tests.support.gloo_ranks import on_ranks
-from tests.support.layout_cases import ALGORITHM as LAYOUT_ALGORITHM
-from tests.support.layout_cases import close, distance, flat_gradient, on_policy
+from tests.support.layout_cases import close, distance, flat_gradient, on_policy, with_loss
 from tests.support.learner_cases import fixed_rows, make_batch, make_double, make_learner, save_tiny_model
 from tests.support.memory_cases import size_itself
 
-ALGORITHM = replace(LAYOUT_ALGORITHM, policy_loss="kl_cov", kl_estimator="abs")
+ALGORITHM = replace(with_loss("kl_cov"), kl_estimator="abs")
 """Terms with a kink where the old and the new log-probability are equal."""
 ROWS, LENGTH = 16, 16
 """Of a mini-batch, in micro-batches of two rows on each of two ranks."""

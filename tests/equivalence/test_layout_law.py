@@ -12,6 +12,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.model import load_causal_lm
 from skyrl_train.parts import KL_ESTIMATORS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyrl_train.registry import PartSpec
 from tests.support.layout_cases import REGIMES
 from tests.support.layouts import (
     ALL_DIFFERENT,
@@ -44,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     return model
 
 
-def step_of(loss: str = "regular", reduction: str = "token_mean", **settings: object) -> Step:
+def step_of(loss: PartSpec = "regular", reduction: str = "token_mean", **settings: object) -> Step:
     terms = {"kl_loss_coef": 0.1, "entropy_coef": 0.02, "max_sequence_length_for_norm": 64, **settings}
     return Step(algorithm=AlgorithmConfig(policy_loss=loss, loss_reduction=reduction, **terms))  # type: ignore[arg-type]
 
@@ -62,7 +63,8 @@ def test_any_layout_gives_the_gradient_of_the_plainest(model, reduction, loss, r
 @EVERY_LOSS
 def test_every_loss_has_one_gradient_on_policy(model, loss):
     """Scored once for all layouts, and by each layout itself, where every ratio is 1 but for rounding."""
-    step = step_of(loss, "sequence_mean", kl_estimator="abs", kl_cov_share=0.5, clip_cov_low=0.0, clip_cov_share=0.5)
+    chosen = {"kl_cov": {"share": 0.5}, "clip_cov": {"low": 0.0, "share": 0.5}}.get(loss, {})
+    step = step_of({"_target_": loss, **chosen}, "sequence_mean", kl_estimator="abs")
     expected = learner_gradient(model, step, fixed_rollouts(), regime="shared")
     for regime, layout in zip(("own", "shared") * len(ALL_DIFFERENT), ALL_DIFFERENT):
         assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout, regime), expected)

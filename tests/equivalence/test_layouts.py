@@ -32,6 +32,7 @@ from tests.support.layout_cases import (
     plain,
     tree_batch,
     use_layout,
+    with_loss,
 )
 from tests.support.learner_cases import make_learner, save_tiny_model
 
@@ -75,7 +76,7 @@ def batch_of(learner: PolicyLearner, seed: int, regime: Regime) -> TrainingInput
 @ANY_REGIME
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_every_loss_has_one_gradient(learner: PolicyLearner, loss: str, regime: Regime) -> None:
-    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
+    learner._algorithm = with_loss(loss)
     batch = batch_of(learner, 7, regime)
     expected = gradient(learner, batch)
     for layout, merge in LAYOUTS:
@@ -171,7 +172,7 @@ def test_scoring_gives_every_row_its_own_log_probabilities(learner: PolicyLearne
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_an_on_policy_update_needs_no_old_log_probabilities(learner: PolicyLearner, loss: str) -> None:
     batch = tree_batch(14)
-    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
+    learner._algorithm = with_loss(loss)
     use_layout(learner, "prefix_shared", rows=5)
     expected = gradient(learner, batch.with_columns(old_logprobs=learner.forward(batch)))
     without = {name: column for name, column in batch.token_columns.items() if name != "old_logprobs"}
@@ -192,7 +193,7 @@ def test_ranks_add_up_to_one_process(
     learner: PolicyLearner, seed: int, layout: tuple[str, bool], num_ranks: int, loss: str, regime: Regime
 ) -> None:
     """Prompts and trajectories go to ranks whole, or are cut, as the layout computes them together."""
-    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
+    learner._algorithm = with_loss(loss)
     batch = batch_of(learner, seed, regime)
     expected = gradient(learner, batch)
     use_layout(learner, layout[0], merge=layout[1], rows=4)  # type: ignore[arg-type]

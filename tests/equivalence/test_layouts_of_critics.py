@@ -37,7 +37,7 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> CriticLearner:
     torch.nn.init.normal_(model.score.weight, std=0.2, generator=torch.Generator().manual_seed(1))
     make_double(model)
     engine = ModelEngine(model, name="critic", micro_batching=fixed_rows(1), optimizer=OptimizerConfig())
-    return CriticLearner(engine, model=config, algorithm=AlgorithmConfig(value_clip=0.2))
+    return CriticLearner(engine, model=config, algorithm=AlgorithmConfig())
 
 
 def one_by_one(critic: CriticLearner, batch: TrainingInputBatch) -> Tensor:

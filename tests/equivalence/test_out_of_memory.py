@@ -25,7 +25,7 @@ from tests.support.learner_cases import fixed_rows, make_batch, make_double, sav
 from tests.support.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
-ON_POLICY = replace(ALGORITHM, policy_loss="kl_cov", kl_cov_share=0.5, kl_estimator="abs")
+ON_POLICY = replace(ALGORITHM, policy_loss={"_target_": "kl_cov", "share": 0.5}, kl_estimator="abs")
 """Terms with a kink where the old and the new log-probability are equal."""
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]
 TOKENS = 64

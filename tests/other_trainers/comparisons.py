@@ -28,6 +28,7 @@ from skyrl_train.algorithms.losses import (
 from skyrl_train.batch import masked_mean, whiten
 from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, FilterConfig, OffPolicyConfig
 from skyrl_train.parts import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from skyrl_train.registry import PartSpec
 from skyrl_train.system import derive_seed
 from tests.other_trainers.functions import module_of, openrlhf_loss, skyrl_loss, trl_loss, verl_policy_loss
 from tests.support.advantage_oracles import Sample, advantage_inputs_of, random_samples
@@ -88,7 +89,7 @@ def errors_of(ours: Tensor, theirs: Tensor, logprobs: Tensor) -> Errors:
 def loss_errors(
     seed: int,
     *,
-    loss: str,
+    loss: PartSpec,
     call: Callable[[PolicyLossInputs], Tensor],
     reduction: str = "token_mean",
     one_per_row: bool = False,
@@ -147,21 +148,18 @@ LOSSES = (
         one_per_row=True,
     ),
     _loss(
-        "dppo, dppo_max_ratio=3",
+        "dppo, max_ratio=3",
         "verl: dppo_tv",
-        loss="dppo",
+        loss={"_target_": "dppo", "max_ratio": 3.0},
         call=_verl("dppo_tv", base="rollout_logprobs"),
         rollout=True,
-        dppo_max_ratio=3.0,
     ),
     _loss(
-        "dppo, dppo_divergence=kl, dppo_max_ratio=3",
+        "dppo, divergence=kl, max_ratio=3",
         "verl: dppo_kl",
-        loss="dppo",
+        loss={"_target_": "dppo", "divergence": "kl", "max_ratio": 3.0},
         call=_verl("dppo_kl", base="rollout_logprobs"),
         rollout=True,
-        dppo_divergence="kl",
-        dppo_max_ratio=3.0,
     ),
     _loss("reinforce", "verl: gpg", loss="reinforce", call=_verl("gpg")),
     _loss(
@@ -372,7 +370,7 @@ Estimate = Callable[[AdvantageInputs, dict[str, Any]], Tensor]
 def advantage_errors(
     seed: int,
     *,
-    name: str,
+    name: PartSpec,
     call: Estimate,
     samples: Callable[[int], list[Sample]] = differing,
     whitened: bool = False,
@@ -388,7 +386,7 @@ def advantage_errors(
         "response_mask": inputs.loss_mask.double(),
         "index": inputs.prompt_index.numpy().astype(str).astype(object),
     }
-    ours = ADVANTAGE_ESTIMATORS[name](inputs, replace(CONFIG, **changes)).advantages * scale(inputs)
+    ours = ADVANTAGE_ESTIMATORS.resolve(name)(inputs, replace(CONFIG, **changes)).advantages * scale(inputs)
     mask = inputs.loss_mask
     ours = whiten(ours, mask) if whitened else ours
     return float((ours - call(inputs, given))[mask].abs().max()), 0.0
@@ -455,7 +453,7 @@ def _group(name: str, trainer: str, module: str, function: str, **settings: Any)
 
 
 one_turn = partial(differing, max_turns=1)
-GAE = {"name": "gae", "whitened": True, "gamma": 0.9, "gae_lambda": 0.8}
+GAE = {"name": {"_target_": "gae", "gae_lambda": 0.8}, "whitened": True, "gamma": 0.9}
 ADVANTAGES = (
     _advantage("gae, whitened", "verl: gae", call=_gae(VERL, "gamma", "lam"), **GAE),
     _group("grpo", "verl", VERL, "compute_grpo_outcome_advantage", tolerance=1e-3),

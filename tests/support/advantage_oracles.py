@@ -11,13 +11,15 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms import AdvantageInputs
+from skyrl_train.algorithms import AdvantageInputs, AdvantageOutput
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.parts import ADVANTAGE_ESTIMATORS
+from skyrl_train.registry import TARGET
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def _action_rewards(sample: Sample) -> list[float]:
     ]
 
 
-def gae_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+def gae_oracle(samples: Sequence[Sample], config: AlgorithmConfig, *, gae_lambda: float = 1.0) -> Advantages:
     def one(sample: Sample) -> list[float]:
         values = [value for step in sample.steps for value in step.values]
         rewards = _action_rewards(sample)
@@ -164,7 +166,7 @@ def gae_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages
         following, next_value = 0.0, 0.0
         for t in reversed(range(len(values))):
             delta = rewards[t] + config.gamma * next_value - values[t]
-            following = delta + config.gamma * config.gae_lambda * following
+            following = delta + config.gamma * gae_lambda * following
             advantages[t], next_value = following, values[t]
         return advantages
 
@@ -348,7 +350,7 @@ def distillation_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> A
     return _kept(samples, one)
 
 
-ADVANTAGE_ORACLES: dict[str, Callable[[Sequence[Sample], AlgorithmConfig], Advantages]] = {
+ADVANTAGE_ORACLES: dict[str, Callable[..., Advantages]] = {
     "gae": gae_oracle,
     "grpo": grpo_oracle,
     "rloo": rloo_oracle,
@@ -366,17 +368,29 @@ ADVANTAGE_ORACLES: dict[str, Callable[[Sequence[Sample], AlgorithmConfig], Advan
 }
 
 
+ADVANTAGE_ARGUMENTS: dict[str, dict[str, Any]] = {"gae": {"gae_lambda": 0.8}}
+"""By the estimator's name, where tests give it arguments of its own."""
+
+
+def estimator_with_arguments(name: str) -> Callable[..., AdvantageOutput]:
+    """The estimator with its `ADVANTAGE_ARGUMENTS`."""
+    estimator: Callable[..., AdvantageOutput] = ADVANTAGE_ESTIMATORS.resolve(
+        {TARGET: name, **ADVANTAGE_ARGUMENTS.get(name, {})}
+    )
+    return estimator
+
+
 def advantage_error(name: str, seed: int, config: AlgorithmConfig) -> float:
     """Largest difference between the estimator and its oracle, over both layouts of one random input."""
     if name == "gdpo":
         length = {"weight": 0.5, "normalize": "none"} if seed % 2 else 0.5
         config = replace(config, reward_components={"correct": 1.0, "length": length}, step_rewards="outcome")
     samples = random_samples(seed, binary_rewards=name == "maxrl")
-    expected = ADVANTAGE_ORACLES[name](samples, config)
+    expected = ADVANTAGE_ORACLES[name](samples, config, **ADVANTAGE_ARGUMENTS.get(name, {}))
     largest = 0.0
     for step_wise in (False, True):
         inputs = advantage_inputs_of(samples, step_wise=step_wise)
-        found = by_trajectory(ADVANTAGE_ESTIMATORS[name](inputs, config).advantages, inputs, len(samples))
+        found = by_trajectory(estimator_with_arguments(name)(inputs, config).advantages, inputs, len(samples))
         if [len(actions) for actions in found] != [len(actions) for actions in expected]:
             raise AssertionError(f"{name}: numbers of actions differ")
         pairs = zip((a for actions in found for a in actions), (a for actions in expected for a in actions))

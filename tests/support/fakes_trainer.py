@@ -27,14 +27,13 @@ from skyrl_train.data import Curriculum, PromptSource
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.plan import BatchPlan, plan_batches
-from skyrl_train.runs import build_loop, open_checkpoints, ppo_settings
+from skyrl_train.runs import Attempt, open_checkpoints, ppo_settings
 from skyrl_train.system import derive_seed
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers import Learners, PPOTrainer, RolloutLog, TrainingResult, checkpointed_models, sampling_params
 from skyrl_train.trainers.checkpoints import (
-    CapsuleWriter,
     DataFingerprint,
     Start,
     find_start,
@@ -380,21 +379,19 @@ class FakeRun:
         )
         learners = Learners(policy=self.learner, reference=self.reference, critic=self.critic)
         interval = config.trainer.algorithm.ref_update_interval
-        loop = build_loop(
-            config,
-            config.trainer,
-            flat_config(config),
-            self.folder,
-            self.console,
-            stack,
-            models=checkpointed_models(learners, start, ref_update_interval=interval),
+        attempt = Attempt(
+            config=config,
+            plan=self.plan,
+            recorded=flat_config(config),
             data=DataFingerprint.of(self.prompts),
             start=start,
-            total_steps=self.plan.total_steps,
+            folder=self.folder,
+            console=self.console,
             checkpoints=self.checkpoints,
-            draw=self.draw,
-            draw_timeline=quick_drawing,
+            stack=stack,
         )
+        models = checkpointed_models(learners, start, ref_update_interval=interval)
+        loop = attempt.loop(models, draw=self.draw, draw_timeline=quick_drawing)
         size = config.trainer.train_batch_size
         source = PromptSource(self.prompts, batch_size=size, shuffle=True, seed=config.seed)
         chosen = config.data.curriculum
@@ -411,14 +408,7 @@ class FakeRun:
             transport=self.engine,
             evaluator=evaluator if self.held_out else None,
             rollout_log=rollout_log,
-            capsules=CapsuleWriter(
-                self.folder,
-                keep=config.trainer.capsules,
-                seed=config.seed,
-                total_steps=loop.settings.total_steps,
-                hold_state=loop.hold_state,
-                console=self.console,
-            ),
+            capsules=attempt.capsules(loop),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -132,7 +133,15 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 TOLERANCE = 1e-10
-ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
+ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
+LOSS_ARGUMENTS = {"clip_cov": {"share": 0.3, "low": 0.0}, "kl_cov": {"share": 0.3}}
+
+
+def with_loss(loss: str) -> AlgorithmConfig:
+    """`ALGORITHM` with another loss, at arguments that choose some tokens of a short row."""
+    return replace(ALGORITHM, policy_loss={"_target_": loss, **LOSS_ARGUMENTS.get(loss, {})})
+
+
 LAYOUTS = [("padded", True), ("packed", False), ("packed", True), ("prefix_shared", False), ("auto", True)]
 """With and without turns merged."""
 

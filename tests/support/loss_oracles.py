@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.losses import PolicyLossInputs
+from skyrl_train.algorithms.losses import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.parts import POLICY_LOSSES
+from skyrl_train.registry import TARGET
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-LossOracle = Callable[[Turn, int, AlgorithmConfig], tuple[float, float]]
-"""`(row, index, config)` to the token's loss and its derivative by the token's own log-probability."""
+LossOracle = Callable[..., tuple[float, float]]
+"""`(row, index, config)`, and the loss's own arguments, to the token's loss and its derivative by the token's own
+log-probability."""
 
 
 def _ppo(ratio: float, advantage: float, config: AlgorithmConfig) -> tuple[float, float]:
@@ -109,10 +112,12 @@ def regular_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[flo
     return _ppo(math.exp(token.new - token.old), token.advantage, config)
 
 
-def dual_clip_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+def dual_clip_oracle(
+    turn: Turn, index: int, config: AlgorithmConfig, *, clip_ratio_c: float = 3.0
+) -> tuple[float, float]:
     token = turn[index]
     loss, slope = regular_oracle(turn, index, config)
-    ceiling = -config.clip_ratio_c * token.advantage
+    ceiling = -clip_ratio_c * token.advantage
     return (ceiling, 0.0) if token.advantage < 0 and loss > ceiling else (loss, slope)
 
 
@@ -132,11 +137,20 @@ def gmpo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float,
     return loss, loss * clipped(turn[index])[1]
 
 
-def vespo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+def vespo_oracle(
+    turn: Turn,
+    index: int,
+    config: AlgorithmConfig,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> tuple[float, float]:
     token = turn[index]
     rises = token.advantage >= 0
-    k = config.vespo_k_pos if rises else config.vespo_k_neg
-    rate = config.vespo_lambda_pos if rises else config.vespo_lambda_neg
+    k = k_pos if rises else k_neg
+    rate = lambda_pos if rises else lambda_neg
     weight = math.prod(math.exp(other.new - other.old) for other in turn)
     phi = weight**k * math.exp(rate * (1 - weight))
     return -phi * token.advantage * token.new, -phi * token.advantage
@@ -148,9 +162,11 @@ def cispo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float
     return -weight * token.advantage * token.new, -weight * token.advantage
 
 
-def sapo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+def sapo_oracle(
+    turn: Turn, index: int, config: AlgorithmConfig, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> tuple[float, float]:
     token = turn[index]
-    tau = config.sapo_tau_pos if token.advantage > 0 else config.sapo_tau_neg
+    tau = tau_pos if token.advantage > 0 else tau_neg
     ratio = math.exp(token.new - token.old)
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     return -token.advantage * 4 / tau * gate, -token.advantage * 4 * gate * (1 - gate) * ratio
@@ -166,27 +182,31 @@ def _highest(turn: Turn, candidates: list[int], share: float) -> list[int]:
     return sorted(candidates, key=lambda index: -_covariances(turn)[index])[:quota]
 
 
-def clip_cov_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+def clip_cov_oracle(
+    turn: Turn, index: int, config: AlgorithmConfig, *, share: float = 0.0002, low: float = 1.0, high: float = 5.0
+) -> tuple[float, float]:
     covariances = _covariances(turn)
     candidates = []
     for number, token in enumerate(turn):
         ratio = math.exp(token.new - token.old)
         clipped = _clip(ratio, 1 - config.eps_clip_low, 1 + config.eps_clip_high)
         free = -clipped * token.advantage <= -ratio * token.advantage
-        if free and config.clip_cov_low < covariances[number] < config.clip_cov_high:
+        if free and low < covariances[number] < high:
             candidates.append(number)
-    if index in _highest(turn, candidates, config.clip_cov_share):
+    if index in _highest(turn, candidates, share):
         return 0.0, 0.0
     return regular_oracle(turn, index, config)
 
 
-def kl_cov_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+def kl_cov_oracle(
+    turn: Turn, index: int, config: AlgorithmConfig, *, share: float = 0.002, coef: float = 1.0
+) -> tuple[float, float]:
     token = turn[index]
     ratio = math.exp(token.new - token.old)
     loss, slope = -ratio * token.advantage, -ratio * token.advantage
-    if index in _highest(turn, list(range(len(turn))), config.kl_cov_share):
-        loss += config.kl_cov_coef * abs(token.new - token.old)
-        slope += config.kl_cov_coef * math.copysign(1.0, token.new - token.old)
+    if index in _highest(turn, list(range(len(turn))), share):
+        loss += coef * abs(token.new - token.old)
+        slope += coef * math.copysign(1.0, token.new - token.old)
     return loss, slope
 
 
@@ -197,17 +217,17 @@ def rollout_is_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[
     return -weight * token.advantage * token.new, -weight * token.advantage
 
 
-def dppo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+def dppo_oracle(
+    turn: Turn, index: int, config: AlgorithmConfig, *, divergence: str = "tv", max_ratio: float = 20.0
+) -> tuple[float, float]:
     token = turn[index]
     p, q = math.exp(token.rollout), math.exp(token.new)
-    if config.dppo_divergence == "tv":
-        divergence = abs(p - q)
-    else:
-        divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-    left = (token.advantage > 0 and q > p and divergence > config.eps_clip_high) or (
-        token.advantage < 0 and q < p and divergence > config.eps_clip_low
+    kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    distance = abs(p - q) if divergence == "tv" else kl
+    left = (token.advantage > 0 and q > p and distance > config.eps_clip_high) or (
+        token.advantage < 0 and q < p and distance > config.eps_clip_low
     )
-    weight = 0.0 if left else min(q / p, config.dppo_max_ratio)
+    weight = 0.0 if left else min(q / p, max_ratio)
     return -weight * token.advantage * token.new, -weight * token.advantage
 
 
@@ -243,16 +263,37 @@ LOSS_ORACLES: dict[str, LossOracle] = {
 }
 
 
-def loss_error(name: str, seed: int, config: AlgorithmConfig) -> float:
+LossCase = tuple[AlgorithmConfig, Mapping[str, Mapping[str, Any]]]
+"""A configuration, and by its name what arguments a loss is given beside it."""
+LOSS_CASES: list[LossCase] = [
+    (AlgorithmConfig(), {}),
+    (
+        AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.6),
+        {"dual_clip": {"clip_ratio_c": 1.3}, "sapo": {"tau_neg": 2.0}, "dppo": {"max_ratio": 1.2}},
+    ),
+    (AlgorithmConfig(), {"clip_cov": {"low": 0.1, "share": 0.3}, "kl_cov": {"share": 0.3, "coef": 0.5}}),
+    (AlgorithmConfig(eps_clip_low=0.02, eps_clip_high=0.03), {"dppo": {"divergence": "kl", "max_ratio": 1.5}}),
+    (AlgorithmConfig(sequence_unit="trajectory"), {"vespo": {"k_pos": 1.0, "lambda_neg": 0.5}}),
+]
+
+
+def loss_with(name: str, arguments: Mapping[str, Mapping[str, Any]]) -> Callable[..., PolicyLossOutput]:
+    """The loss of that name with its arguments among these."""
+    loss: Callable[..., PolicyLossOutput] = POLICY_LOSSES.resolve({TARGET: name, **arguments.get(name, {})})
+    return loss
+
+
+def loss_error(name: str, seed: int, case: LossCase) -> float:
     """Largest difference between loss, or gradient, and the oracle over one random input."""
+    config, arguments = case
     inputs = random_loss_inputs(seed)
     whole = config.sequence_unit == "trajectory" and name in ("gspo", "gmpo", "vespo")
     turns = rows_in(inputs) if whole else turns_in(inputs)
-    losses = POLICY_LOSSES[name](inputs, config).token_losses
+    losses = loss_with(name, arguments)(inputs, config).token_losses
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
     expected, slopes = torch.zeros_like(losses), torch.zeros_like(losses)
     for row, positions, turn in turns:
         for index, position in enumerate(positions):
-            loss, slope = LOSS_ORACLES[name](turn, index, config)
+            loss, slope = LOSS_ORACLES[name](turn, index, config, **arguments.get(name, {}))
             expected[row, position], slopes[row, position] = loss, slope
     return max(float((losses - expected).detach().abs().max()), float((gradient - slopes).abs().max()))

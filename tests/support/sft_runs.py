@@ -24,14 +24,13 @@ from skyrl_train.data import BatchLoader, SFTBatch
 from skyrl_train.data.sft import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState, Learner
-from skyrl_train.runs import build_loop, build_sft_evaluator, open_best, open_checkpoints, step_settings
+from skyrl_train.runs import Attempt, build_sft_evaluator, open_best, open_checkpoints
 from skyrl_train.runs.construction import SFTData, build_loader, plan_sft
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers import SFTResult, SFTSettings, SFTTrainer, sft
+from skyrl_train.trainers import SFTResult, SFTTrainer, sft
 from skyrl_train.trainers.checkpoints import (
-    CapsuleWriter,
     DataFingerprint,
     find_start,
     flat_config,
@@ -197,7 +196,7 @@ class FakeSFTRun:
 
     @property
     def total_steps(self) -> int:
-        return plan_sft(step_settings(self.config), self.data).total_steps
+        return plan_sft(self.config, self.data).total_steps
 
     def run(self) -> SFTResult | None:
         """None where the run in the folder is complete."""
@@ -217,43 +216,29 @@ class FakeSFTRun:
         self.checkpoints.take_over(start.checkpoint if start.own else None)
         trainer = self.config.trainer
         with ExitStack() as stack:
-            loader = build_loader(step_settings(self.config), self.data, stack)
+            loader = build_loader(self.config, self.data, stack)
             self.on_loader(loader)
-            loop = build_loop(
-                self.config,
-                trainer,
-                flat_config(self.config),
-                self.folder,
-                console,
-                stack,
-                models={"policy": self.learner},
+            attempt = Attempt(
+                config=self.config,
+                plan=plan_sft(self.config, self.data),
+                recorded=flat_config(self.config),
                 data=self.data.fingerprint,
                 start=start,
-                total_steps=self.total_steps,
+                folder=self.folder,
+                console=console,
                 checkpoints=self.checkpoints,
-                draw=quick_drawing,
-                draw_timeline=quick_drawing,
+                stack=stack,
             )
+            loop = attempt.loop({"policy": self.learner}, draw=quick_drawing, draw_timeline=quick_drawing)
             return SFTTrainer(
                 loop=loop,
-                settings=SFTSettings(
-                    early_stopping_patience=trainer.early_stopping_patience,
-                    early_stopping_min_delta=trainer.early_stopping_min_delta,
-                    export=trainer.export,
-                ),
+                settings=trainer,
                 loader=loader,
                 policy=self.learner,
                 evaluator=build_sft_evaluator(self.config, self.data),
                 samples=self.samples,
                 best=open_best(self.folder, trainer, start),
-                capsules=CapsuleWriter(
-                    self.folder,
-                    keep=trainer.capsules,
-                    seed=self.config.seed,
-                    total_steps=self.total_steps,
-                    hold_state=loop.hold_state,
-                    console=console,
-                ),
+                capsules=attempt.capsules(loop),
             ).train()
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from skyrl_train.inference import hf
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from tests.support.async_runs import BATCH, SAMPLES, agent_config, check_each_prompt_once, check_versions, trained
 
 told: list[tuple[str, str]] = []

@@ -16,7 +16,7 @@ import pytest
 from skyrl_train.algorithms import differing_prompts
 from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import StopRequested
-from skyrl_train.runs.rl import load_data, train
+from skyrl_train.runs import load_data, train
 from skyrl_train.telemetry import phase_seconds, read_metrics
 from skyrl_train.telemetry.records import read_timeline
 from skyrl_train.trainers.observers import RunEvent

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from skyrl_train.batch.steps import token_ages
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import FakeLearner, logprob_of, make_config, make_prompts, make_trajectory, make_turn
@@ -23,7 +23,7 @@ def stale_batch(config):
 
 def test_values_returns_and_the_proximal_policy_are_those_of_the_close(tmp_path):
     config = make_config(tmp_path)
-    algorithm = replace(config.trainer.algorithm, advantage_estimator="gae", gae_lambda=0.5)
+    algorithm = replace(config.trainer.algorithm, advantage_estimator={"_target_": "gae", "gae_lambda": 0.5})
     # With one epoch the first mini-batch would be its own proximal policy, and not be scored.
     trainer = replace(config.trainer, algorithm=algorithm, update_epochs_per_batch=2)
     learners = steps.Learners(policy=FakeLearner(weight=2.0), reference=None, critic=FakeLearner("critic", weight=1.0))

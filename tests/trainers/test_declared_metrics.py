@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from skyrl_train.telemetry import read_metrics, undeclared
 from tests.reliability.kill_and_resume import KINDS
 from tests.support.async_runs import agent_config, make_config

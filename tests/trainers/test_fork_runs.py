@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skyrl_train.config import Config
 from skyrl_train.errors import ConfigError
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from skyrl_train.telemetry import read_metrics
 
 

@@ -14,7 +14,7 @@ from skyrl_train.config.rules import validate_config
 from skyrl_train.inference import EngineSettings, hf
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.registry import reads
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from skyrl_train.telemetry import read_metrics
 from skyrl_train.types import Tokenizer
 from tests.support.async_runs import check_each_prompt_once, check_versions, exported, make_config, trained

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.config import Config
 from skyrl_train.errors import ModelError
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from skyrl_train.telemetry import read_metrics
 from skyrl_train.telemetry.records import read_rollouts
 

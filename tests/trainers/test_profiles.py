@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from skyrl_train.telemetry import read_metrics
 from tests.reliability.kill_and_resume import KINDS
 from tests.support.async_runs import BATCH, make_config

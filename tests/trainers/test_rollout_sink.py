@@ -10,7 +10,7 @@ from pyarrow.parquet import read_table
 from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import DataError, DeadlineError, SkyrlTrainError, StopRequested
 from skyrl_train.rollout.stream import ReplayGenerator
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.telemetry.records import read_facts, read_failed_rollouts, read_rollouts
 from skyrl_train.trainers import rollout_sink, steps
 from skyrl_train.trainers.rollout_sink import RolloutLog, columns_by_turn, cut_rollouts_after

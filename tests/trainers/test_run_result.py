@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config import Config
+from skyrl_train.runs import train
 from skyrl_train.runs.result import swept_metric
-from skyrl_train.runs.rl import train
 from skyrl_train.telemetry import read_metrics
 
 

@@ -14,7 +14,6 @@ import pytest
 from skyrl_train.data import BatchLoader
 from skyrl_train.data.sft import AsyncBatchCollator, DefaultCollator, Ints, PackedDataCollator
 from skyrl_train.runs.construction.sft_data import build_stream
-from skyrl_train.runs.sft import step_settings
 from tests.support.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
 
 LAYOUTS = ("padded", "packed")
@@ -147,7 +146,7 @@ class SlowCollator:
 def slow_loader(tmp_path: Path) -> tuple[BatchLoader, SlowCollator]:
     data, collator = make_data(), SlowCollator()
     config = make_config(tmp_path, incomplete_step="keep")
-    return BatchLoader(build_stream(step_settings(config), data), data.train, collator, is_async=True), collator
+    return BatchLoader(build_stream(config, data), data.train, collator, is_async=True), collator
 
 
 def test_going_elsewhere_drains_what_is_in_flight_before_the_order_changes(tmp_path: Path) -> None:

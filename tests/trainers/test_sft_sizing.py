@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from skyrl_train.runs.sft import train_sft
+from skyrl_train.runs import train_sft
 from skyrl_train.telemetry import read_metrics
 from tests.support.sft_commands import make_config
 from tests.support.sft_runs import killed_at

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.checkpoints.state import Totals
 from skyrl_train.trainers.step_metrics import (

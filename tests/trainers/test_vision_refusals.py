@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from skyrl_train import runs
 from skyrl_train.errors import ConfigError, DataError, ModelError
-from skyrl_train.runs import rl, sft
 from tests.support.vision_runs import (
     forget_images,
     rl_config,
@@ -74,22 +74,22 @@ def test_a_part_that_does_not_read_images_is_refused(
     rows = str(folder / "rows" / "asked.jsonl")
     whole = rl_settings(str(folder / family), rows) | {"trainer.layout": "padded"} | settings
     with pytest.raises(ConfigError, match=reason):
-        rl.load_data(rl_config(tmp_path / "run", whole))
+        runs.load_data(rl_config(tmp_path / "run", whole))
 
 
 @pytest.mark.parametrize("layout", ["packed", "auto"])
 def test_supervised_rows_of_gemma_are_padded(folder: Path, tmp_path: Path, layout: str) -> None:
     settings = sft_settings(str(folder / "gemma"), str(folder / "rows" / "told.jsonl")) | {"trainer.layout": layout}
     with pytest.raises(ConfigError, match=rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got {layout}"):
-        sft.train_sft(sft_config(tmp_path / "run", settings))
+        runs.train_sft(sft_config(tmp_path / "run", settings))
 
 
 def test_rows_with_images_are_refused_for_another_family_by_their_row(folder: Path, tmp_path: Path) -> None:
     asked, told = (str(folder / "rows" / name) for name in ("asked.jsonl", "told.jsonl"))
     with pytest.raises(DataError, match=r"asked\.jsonl, line 1: .*the model reads none"):
-        rl.train(rl_config(tmp_path / "rl", rl_settings("builtin:tiny_qwen2", asked)))
+        runs.train(rl_config(tmp_path / "rl", rl_settings("builtin:tiny_qwen2", asked)))
     with pytest.raises(DataError, match=r"told\.jsonl, line 1: .*the model reads none"):
-        sft.train_sft(sft_config(tmp_path / "sft", sft_settings("builtin:tiny_qwen2", told)))
+        runs.train_sft(sft_config(tmp_path / "sft", sft_settings("builtin:tiny_qwen2", told)))
 
 
 @pytest.mark.parametrize("family", ["qwen", "gemma"])
@@ -97,10 +97,10 @@ def test_a_prompt_is_as_long_as_its_images_make_it(folder: Path, tmp_path: Path,
     # Nine of text; of an image four, its beginning and its end, and Gemma's two blank lines around it, of two tokens each.
     length = 9 + 6 + (4 if family == "gemma" else 0)
     settings = rl_settings(str(folder / family), str(folder / "rows" / "asked.jsonl")) | {"trainer.layout": "padded"}
-    loaded = rl.load_data(rl_config(tmp_path / "run", settings | {"data.max_prompt_length": length}))
+    loaded = runs.load_data(rl_config(tmp_path / "run", settings | {"data.max_prompt_length": length}))
     assert loaded.num_train == 4
     with pytest.raises(DataError, match=rf"the shortest has {length}\."):
-        rl.load_data(rl_config(tmp_path / "run", settings | {"data.max_prompt_length": length - 1}))
+        runs.load_data(rl_config(tmp_path / "run", settings | {"data.max_prompt_length": length - 1}))
 
 
 def test_a_model_without_a_tower_has_none_to_freeze(tmp_path: Path) -> None:
@@ -108,4 +108,4 @@ def test_a_model_without_a_tower_has_none_to_freeze(tmp_path: Path) -> None:
     rows.write_text('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 2)
     settings = sft_settings("builtin:tiny_qwen2", str(rows)) | {"model.freeze": ["vision"]}
     with pytest.raises(ModelError, match=r"model\.freeze=\[vision\], and Qwen2ForCausalLM reads no images"):
-        sft.train_sft(sft_config(tmp_path / "run", settings))
+        runs.train_sft(sft_config(tmp_path / "run", settings))

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.data.sources import IMAGES
 from skyrl_train.errors import DataError, ModelError
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from skyrl_train.telemetry.records import read_rollouts
 from skyrl_train.trainers.capsules.record import read_batch
 from tests.support.command_runs import records

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from skyrl_train import runs
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.runs import rl, sft
 from tests.support.command_runs import records
 from tests.support.vision_runs import (
     forget_images,
@@ -60,13 +60,13 @@ def test_packed_rows_train_as_padded_ones_and_their_capsules_come_out_again(
         "trainer.capsules": 1,
         "trainer.ckpt_interval": 2,
     }
-    sft.train_sft(sft_config(tmp_path / "padded", settings | {"trainer.layout": "padded"}))
+    runs.train_sft(sft_config(tmp_path / "padded", settings | {"trainer.layout": "padded"}))
     packed = sft_config(tmp_path / "packed", settings | {"trainer.layout": "packed"})
     if family == "gemma":
         with pytest.raises(ConfigError, match=r"trainer\.layout: must be padded for images of this model's family"):
-            sft.train_sft(packed)
+            runs.train_sft(packed)
     else:
-        sft.train_sft(packed)
+        runs.train_sft(packed)
         one, other = (records(tmp_path / name)[0] for name in ("padded", "packed"))
         assert one["train/loss"] == pytest.approx(other["train/loss"], abs=1e-5)
         assert one["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-4)
@@ -119,8 +119,8 @@ def test_an_image_that_cannot_be_read_is_told_before_weights_are(
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {f"data.images.{name}": value for name, value in settings.items()}
     runs: dict[str, Callable[[], Any]] = {
-        "rl": lambda: rl.train(rl_config(tmp_path / "run", rl_settings(unweighted, str(data)) | changes)),
-        "sft": lambda: sft.train_sft(sft_config(tmp_path / "run", sft_settings(unweighted, str(data)) | changes)),
+        "rl": lambda: runs.train(rl_config(tmp_path / "run", rl_settings(unweighted, str(data)) | changes)),
+        "sft": lambda: runs.train_sft(sft_config(tmp_path / "run", sft_settings(unweighted, str(data)) | changes)),
     }
     with pytest.raises(DataError, match=rf"{data.name}, {place}: an image cannot be read: .*({reason})"):
         runs[kind]()

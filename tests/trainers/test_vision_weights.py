@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from skyrl_train.images import ImageSpan
 from skyrl_train.model.files import FamilyProcessor
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 from skyrl_train.telemetry.records import read_rollouts
 from tests.support.vision_cases import own_arguments
 from tests.support.vision_runs import (

@@ -27,6 +27,7 @@ DISTRIBUTIONS = {
     "openenv": "openenv-core",
     "prometheus_client": "prometheus-client",
     "mlflow": "mlflow-skinny",
+    "pydantic_core": "pydantic",  # which requires one version of it
 }
 """By what is imported, where the names differ by more than a hyphen."""
 

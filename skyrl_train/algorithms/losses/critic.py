@@ -10,7 +10,7 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import PolicyLossOutput
 from skyrl_train.algorithms.losses.ratios import masked
 from skyrl_train.batch import require_bool, require_float, require_rows, rounding_tolerance
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, NonNegative
 from skyrl_train.telemetry import Mean, later
 
 DECLARED_METRICS = """
@@ -37,12 +37,15 @@ class ValueLossInputs:
     """Bool."""
 
 
-def value_loss(inputs: ValueLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
+def value_loss(inputs: ValueLossInputs, _config: AlgorithmConfig, *, value_clip: NonNegative = 0.2) -> PolicyLossOutput:
     """`max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2` with `c = value_clip`; no clipping where it is 0.
 
     The clipping is that of the PPO authors' code (github.com/openai/baselines, ppo2), as TRL and verl have it; the
     paper, arXiv:1707.06347, has the square alone. Per token: reduced with the loss weights of the closed mini-batch, as
     all terms are. Raises BatchError for malformed inputs.
+
+    Args:
+        value_clip: New values are clipped to within this of the old ones; 0 is off.
     """
     shape = require_rows("values", inputs.values)
     for name in ("values", "old_values", "returns"):
@@ -54,11 +57,11 @@ def value_loss(inputs: ValueLossInputs, config: AlgorithmConfig) -> PolicyLossOu
     )
     losses = (values - returns).square()
     was_clipped = torch.zeros_like(mask)
-    if config.value_clip > 0:
-        near = old_values + (values - old_values).clamp(-config.value_clip, config.value_clip)
+    if value_clip > 0:
+        near = old_values + (values - old_values).clamp(-value_clip, value_clip)
         clipped_losses = (near - returns).square()
         # Within the range the clipped value is the value but for rounding, which is no clipping.
-        was_clipped = (clipped_losses > losses) & ((values - old_values).abs() > config.value_clip)
+        was_clipped = (clipped_losses > losses) & ((values - old_values).abs() > value_clip)
         losses = torch.maximum(losses, clipped_losses)
     losses = masked(0.5 * losses, mask)
     with torch.no_grad():

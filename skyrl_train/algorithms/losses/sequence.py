@@ -27,8 +27,9 @@ from skyrl_train.algorithms.losses.ratios import (
     rows_of,
     turns_of,
 )
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, NonNegative
 from skyrl_train.parts import POLICY_LOSSES
+from skyrl_train.registry import reads
 
 SequenceStatistic = Callable[[PolicyLossInputs, Turns, AlgorithmConfig], Tensor]
 """`(inputs, their sequences, config) -> [rows, len]` without gradient: at each trained token, that of its sequence."""
@@ -73,6 +74,7 @@ def _sum_log_ratio(inputs: PolicyLossInputs, sequences: Turns, _config: Algorith
     return sequences.total(log_ratio_of(inputs.logprobs.detach(), inputs.old_logprobs, inputs.loss_mask))
 
 
+@reads("advantages", "old_logprobs")
 @reads_sequences(_mean_log_ratio)
 def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`regular` with the sequence's ratio `s = exp(mean_t(logprob_t - old_logprob_t))` in place of the token's.
@@ -92,6 +94,7 @@ def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     )
 
 
+@reads("advantages", "old_logprobs")
 @reads_sequences(_mean_clipped_log_ratio)
 def gmpo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-A * exp(mean_t(d_t))`: the geometric mean of the sequence's token ratios, each clipped.
@@ -113,13 +116,28 @@ def gmpo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     )
 
 
+@reads("advantages", "old_logprobs")
 @reads_sequences(_sum_log_ratio)
-def vespo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
+def vespo(
+    inputs: PolicyLossInputs,
+    config: AlgorithmConfig,
+    *,
+    k_pos: NonNegative = 2.0,
+    lambda_pos: NonNegative = 3.0,
+    k_neg: NonNegative = 3.0,
+    lambda_neg: NonNegative = 2.0,
+) -> PolicyLossOutput:
     """`-stop_gradient(phi(w)) * A * logprob`, `phi(w) = w^k * exp(lambda * (1 - w))`, w the sequence's product of ratios.
 
-    `k` and `lambda` are `vespo_k_pos` and `vespo_lambda_pos` where `A >= 0`, else `vespo_k_neg` and
-    `vespo_lambda_neg`; `phi(1) = 1`. Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693: a smooth
-    weight in place of clipping, without a correction for length. Raises BatchError for malformed inputs.
+    `k` and `lambda` are `k_pos` and `lambda_pos` where `A >= 0`, else `k_neg` and `lambda_neg`; `phi(1) = 1`. Variational
+    Sequence-Level Soft Policy Optimization, arXiv:2602.10693: a smooth weight in place of clipping, without a correction
+    for length. Raises BatchError for malformed inputs.
+
+    Args:
+        k_pos: Power of the sequence's weight for advantages of at least 0.
+        lambda_pos: Rate at which larger weights are damped, for the same.
+        k_neg: Power of the sequence's weight for negative advantages.
+        lambda_neg: Rate at which larger weights are damped, for the same.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
@@ -130,8 +148,8 @@ def vespo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput
     def chosen(positive: float, negative: float) -> Tensor:
         return torch.where(rises, advantages.new_tensor(positive), advantages.new_tensor(negative))
 
-    k = chosen(config.vespo_k_pos, config.vespo_k_neg)
-    rate = chosen(config.vespo_lambda_pos, config.vespo_lambda_neg)
+    k = chosen(k_pos, k_neg)
+    rate = chosen(lambda_pos, lambda_neg)
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
     losses = -phi * advantages * masked(inputs.logprobs, mask)
     return PolicyLossOutput(token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_w, gate=phi))

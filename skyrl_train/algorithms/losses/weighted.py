@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,13 @@ from skyrl_train.algorithms.losses.ratios import (
     ratio_metrics,
     token_means,
 )
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, Positive
+from skyrl_train.config.fields import Range
+from skyrl_train.registry import reads
 from skyrl_train.telemetry import Metric
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
 def importance_sampling(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
     """`-ratio * A`, `ratio = exp(logprob - old_logprob)`: the policy gradient, unclipped.
 
@@ -32,6 +37,7 @@ def importance_sampling(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> P
     return PolicyLossOutput(token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio))
 
 
+@reads("advantages", tokenwise=True)
 def reinforce(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
     """`-A * logprob`: the policy gradient without a ratio, for one optimizer step per batch.
 
@@ -43,6 +49,7 @@ def reinforce(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossO
     return PolicyLossOutput(token_losses=losses, metrics=token_means(inputs.loss_mask, nll=-inputs.logprobs))
 
 
+@reads(tokenwise=True)
 def cross_entropy(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
     """`-logprob`: maximum likelihood of the trained tokens; advantages are not used.
 
@@ -53,6 +60,7 @@ def cross_entropy(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyL
     return PolicyLossOutput(token_losses=losses, metrics=token_means(inputs.loss_mask, nll=losses))
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
 def cispo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-stop_gradient(clip(ratio, 1 - eps_clip_low, 1 + eps_clip_high)) * A * logprob`.
 
@@ -75,6 +83,7 @@ def cispo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput
     return _weighted(inputs, ratio.clamp(low, high), {**metrics, **ratio_extremes(mask, log_ratio)})
 
 
+@reads("advantages", "rollout_logprobs", tokenwise=True)
 def rollout_is(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-stop_gradient(w) * A * logprob` with `w = exp(logprob - rollout_logprob)`, 0 outside the clip range.
 
@@ -92,8 +101,15 @@ def rollout_is(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossO
     return _weighted(inputs, torch.where(outside, 0.0, ratio), ratio_metrics(mask, log_ratio, clip_fraction=outside))
 
 
-def dppo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
-    """`-M * stop_gradient(min(ratio, dppo_max_ratio)) * A * logprob`, `ratio = exp(logprob - rollout_logprob)`.
+@reads("advantages", "rollout_logprobs", tokenwise=True)
+def dppo(
+    inputs: PolicyLossInputs,
+    config: AlgorithmConfig,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    max_ratio: Annotated[float, Range(1.0)] = 20.0,
+) -> PolicyLossOutput:
+    """`-M * stop_gradient(min(ratio, max_ratio)) * A * logprob`, `ratio = exp(logprob - rollout_logprob)`.
 
     Divergence PPO, Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, binary variants. With
     `p = exp(rollout_logprob)`, `q = exp(logprob)`, the divergence is `D = |p - q|` (tv) or
@@ -101,6 +117,10 @@ def dppo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     `q > p` and `D > eps_clip_high`, or `A < 0`, `q < p` and `D > eps_clip_low`; else 1. As in the paper the region lies
     around the policy that sampled; verl takes the policy at the start of the update. Needs rollout log-probabilities.
     Raises BatchError for malformed inputs.
+
+    Args:
+        divergence: Total variation or KL divergence between the two outcomes token and not this token.
+        max_ratio: Importance weights are truncated here.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
@@ -108,13 +128,13 @@ def dppo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     logprobs = masked(inputs.logprobs, mask).detach()
     log_ratio = log_ratio_of(logprobs, rollout, mask)
     old, new = rollout.exp(), logprobs.exp()
-    divergence = (old - new).abs() if config.dppo_divergence == "tv" else _binary_kl(rollout, logprobs)
+    distance = (old - new).abs() if divergence == "tv" else _binary_kl(rollout, logprobs)
     rounding = logprob_rounding(logprobs.dtype)
-    rising = (inputs.advantages > 0) & (new > old) & (divergence > max(config.eps_clip_high, rounding))
-    falling = (inputs.advantages < 0) & (new < old) & (divergence > max(config.eps_clip_low, rounding))
+    rising = (inputs.advantages > 0) & (new > old) & (distance > max(config.eps_clip_high, rounding))
+    falling = (inputs.advantages < 0) & (new < old) & (distance > max(config.eps_clip_low, rounding))
     left = rising | falling
-    weight = torch.where(left, 0.0, log_ratio.exp().clamp(max=config.dppo_max_ratio))
-    return _weighted(inputs, weight, ratio_metrics(mask, log_ratio, clip_fraction=left, divergence=divergence))
+    weight = torch.where(left, 0.0, log_ratio.exp().clamp(max=max_ratio))
+    return _weighted(inputs, weight, ratio_metrics(mask, log_ratio, clip_fraction=left, divergence=distance))
 
 
 def _binary_kl(old_logprobs: Tensor, new_logprobs: Tensor) -> Tensor:
@@ -129,18 +149,25 @@ def _binary_kl(old_logprobs: Tensor, new_logprobs: Tensor) -> Tensor:
     return old_logprobs.exp() * (old_logprobs - new_logprobs) + others
 
 
-def sapo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
-    """`-A * (4 / tau) * sigmoid(tau * (ratio - 1))`, `tau = sapo_tau_pos` where `A > 0`, else `sapo_tau_neg`.
+@reads("advantages", "old_logprobs", tokenwise=True)
+def sapo(
+    inputs: PolicyLossInputs, _config: AlgorithmConfig, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
+) -> PolicyLossOutput:
+    """`-A * (4 / tau) * sigmoid(tau * (ratio - 1))`, `tau = tau_pos` where `A > 0`, else `tau_neg`.
 
     Soft Adaptive Policy Optimization, arXiv:2511.20347: a smooth gate in place of clipping, whose slope at ratio 1 is
     that of the policy gradient. The paper averages losses per sequence: `loss_reduction=sequence_mean`.
     Raises BatchError for malformed inputs.
+
+    Args:
+        tau_pos: Temperature of the gate for positive advantages.
+        tau_neg: Temperature of the gate for the others; larger fades faster.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
     advantages = masked(inputs.advantages, mask)
-    positive, negative = (advantages.new_tensor(tau) for tau in (config.sapo_tau_pos, config.sapo_tau_neg))
+    positive, negative = (advantages.new_tensor(tau) for tau in (tau_pos, tau_neg))
     tau = torch.where(advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
     return PolicyLossOutput(

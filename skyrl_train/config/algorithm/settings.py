@@ -22,6 +22,13 @@ NonNegative = Annotated[float, Range(0.0)]
 Positive = Annotated[float, Range(0.0, exclusive_min=True)]
 
 
+@dataclass(frozen=True)
+class NotAbove:
+    """On an argument of a part: another argument that it must not be above."""
+
+    argument: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig:
     """`trainer.algorithm.off_policy`: weights and masks from `ratio = exp(old_logprob - rollout_logprob)`.
@@ -128,8 +135,6 @@ class AlgorithmConfig:
     """Whiten advantages over each mini-batch with masked mean and variance."""
     gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
     """Discount of later rewards, per token (gae, reinforce++) or per turn (step_rewards=turn_return)."""
-    gae_lambda: Annotated[float, Range(0.0, 1.0)] = 1.0
-    """GAE's lambda."""
     policy_loss: Annotated[PartSpec, POLICY_LOSSES] = "regular"
     """The loss of each trained token; see docs/algorithms.md."""
     loss_reduction: Annotated[PartSpec, LOSS_REDUCTIONS] = "token_mean"
@@ -144,34 +149,6 @@ class AlgorithmConfig:
     falling probabilities."""
     eps_clip_high: Annotated[float, Range(0.0)] = 0.2
     """The ratio is clipped above 1 plus this (clip-higher: DAPO). dppo: threshold for rising probabilities."""
-    clip_ratio_c: Annotated[float, Range(1.0, exclusive_min=True)] = 3.0
-    """dual_clip: with a negative advantage the loss is at most this times its size."""
-    sapo_tau_pos: Positive = 1.0
-    """sapo: temperature of the gate for positive advantages."""
-    sapo_tau_neg: Positive = 1.05
-    """sapo: temperature of the gate for the others; larger fades faster."""
-    vespo_k_pos: NonNegative = 2.0
-    """vespo: power of the sequence's weight for advantages of at least 0."""
-    vespo_lambda_pos: NonNegative = 3.0
-    """vespo: rate at which larger weights are damped, for the same."""
-    vespo_k_neg: NonNegative = 3.0
-    """vespo: power of the sequence's weight for negative advantages."""
-    vespo_lambda_neg: NonNegative = 2.0
-    """vespo: rate at which larger weights are damped, for the same."""
-    clip_cov_share: Share = 0.0002
-    """clip_cov: share of a turn's tokens whose gradient is stopped, at least one where any qualifies."""
-    clip_cov_low: float = 1.0
-    """clip_cov: smallest covariance that qualifies."""
-    clip_cov_high: float = 5.0
-    """clip_cov: largest covariance that qualifies."""
-    kl_cov_share: Share = 0.002
-    """kl_cov: share of a turn's tokens with the largest covariance that get the KL penalty, at least one."""
-    kl_cov_coef: NonNegative = 1.0
-    """kl_cov: weight of that penalty."""
-    dppo_divergence: Literal["tv", "kl"] = "tv"
-    """dppo: total variation or KL divergence between the two outcomes token and not this token."""
-    dppo_max_ratio: Annotated[float, Range(1.0)] = 20.0
-    """dppo: importance weights are truncated here."""
     proximal: Literal["recompute", "behaviour"] = "recompute"
     """The policy that ratios start from and clipping keeps near. recompute: the weights when the batch closes, scored by the
     trainer; what lies between them and what sampled is weighed by `off_policy` (decoupled PPO). behaviour: what sampled, by
@@ -209,8 +186,6 @@ class AlgorithmConfig:
     """adaptive: largest weight."""
     critic_loss: Annotated[PartSpec, CRITIC_LOSSES] = "clipped"
     """Critic: the loss of each token's value. clipped: half the square of its distance from the return."""
-    value_clip: NonNegative = 0.2
-    """Critic: new values are clipped to within this of the old ones; 0 is off."""
     critic_warmup_steps: NonNegativeInt = 0
     """Training batches in which only the critic is trained."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)

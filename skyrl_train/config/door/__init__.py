@@ -2,7 +2,6 @@
 
 from skyrl_train.config.door.load import (
     MISSING,
-    Conversion,
     Loaded,
     NotStated,
     Unresolved,
@@ -14,7 +13,6 @@ from skyrl_train.config.door.load import (
 
 __all__ = [
     "MISSING",
-    "Conversion",
     "Loaded",
     "NotStated",
     "Unresolved",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
-from skyrl_train.config.fields.facts import Most, Range, StandsFor
+from skyrl_train.config.algorithm.earlier import as_now
+from skyrl_train.config.fields.facts import Most, Range
 from skyrl_train.config.fields.fields import fact, hints, is_optional, remedy_for_unknown, section_of
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, Violation
@@ -46,12 +47,11 @@ class NotStated(ValueError):
 
 
 class _Refused(Exception):
-    """A value that is not of its type: the rule it breaks, and what to do (empty: the default)."""
+    """A value that is not of its type: rules that it breaks, each with what to do (empty: the default)."""
 
-    def __init__(self, rule: str, remedy: str = ""):
-        super().__init__(rule)
-        self.rule = rule
-        self.remedy = remedy
+    def __init__(self, *problems: tuple[str, str]):
+        super().__init__(*problems)
+        self.problems = problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class Loaded(Generic[T]):
 
     config: T
     violations: tuple[Violation, ...]
+    notes: tuple[str, ...] = ()
+    """What to write instead of settings of before."""
 
     @property
     def refused(self) -> frozenset[str]:
@@ -85,60 +87,139 @@ def load_root(tree: Mapping[str, Any], schema: type[T]) -> T:
     return loaded.config
 
 
-def read_root(tree: Mapping[str, Any], schema: type[T]) -> Loaded[T]:
-    """Like `load_root`, but returns the violations beside what could be read."""
-    conversion = Conversion(schema)
-    config = conversion.section(schema, tree)
-    return Loaded(config=config, violations=tuple(conversion.violations))
+def read_root(tree: object, schema: type[T], *, at: str = "", root: type | None = None) -> Loaded[T]:
+    """Like `load_root`, but returns the violations beside what could be read.
+
+    Args:
+        at: Where the tree stands, if it is a section: `data.mix[0]`.
+        root: Whose settings are suggested for unknown ones, if not those of `schema`.
+    """
+    violations: list[Violation] = []
+    now = as_now(tree if isinstance(tree, Mapping) else {})
+    config = _section(schema(), now.tree if isinstance(tree, Mapping) else tree, at, root or schema, violations)
+    return Loaded(config=config, violations=(*now.violations, *violations), notes=now.notes)
 
 
-@dataclass
-class Conversion:
-    """Collects violations while one tree is converted."""
+def _section(default: T, node: Any, at: str, root: type, found: list[Violation]) -> T:
+    """`default` with what `node` states; what is wrong with it is added to `found`, and leaves the default."""
 
-    root: type
-    violations: list[Violation] = field(default_factory=list)
+    def refuse(path: str, rule: str, value: Any, remedy: str) -> None:
+        found.append(Violation(field=path, rule=rule, value=show(value), remedy=remedy))
 
-    def section(self, schema: type[T], node: Any, prefix: str = "") -> T:
-        """An instance of `schema`; a field that is absent or refused keeps its default."""
-        if not isinstance(node, Mapping):
-            self._refuse(
-                prefix.rstrip("."), "must be a section with settings in it", node, f"set {prefix}KEY=VALUE instead"
-            )
-            return schema()
-        types_of = hints(cast(type, schema))
-        for key in node:
-            if key not in types_of:
-                self.unknown_key(f"{prefix}{key}", node[key])
-        values: dict[str, Any] = {}
-        for name, annotation in types_of.items():
-            if name not in node:
-                continue
-            path = f"{prefix}{name}"
-            nested = section_of(annotation)
-            if nested is not None:
-                values[name] = self.section(nested, node[name], f"{path}.")
-                continue
-            try:
-                values[name] = convert(node[name], annotation, path)
-            except _Refused as refused:
-                remedy = refused.remedy or f"try {path}={as_typed(getattr(schema(), name))}"
-                self._refuse(path, refused.rule, node[name], remedy)
-        for name, annotation in types_of.items():
-            alias = fact(annotation, StandsFor)
-            if alias and values.get(name):
-                default = getattr(schema(), alias.setting)
-                if values.get(alias.setting, default) == default:
-                    values[alias.setting] = alias.value
-        return schema(**values)
+    if not isinstance(node, Mapping):
+        refuse(at, "must be a section with settings in it", node, f"set {at}.KEY=VALUE instead")
+        return default
+    kind: type = type(default)
+    types = hints(kind)
+    paths = {name: f"{at}.{name}" if at else str(name) for name in (*node, *types)}
+    for key in node:
+        if key not in types:
+            remedy = remedy_for_unknown(paths[key], root) or "see docs/configuration.md for every setting"
+            refuse(paths[key], "is not a setting", node[key], remedy)
+    values: dict[str, Any] = {}
+    for name in (each for each in types if each in node):
+        path, standard = paths[name], getattr(default, name)
+        if section_of(types[name]) is not None:
+            values[name] = _section(standard, node[name], path, root, found)
+            continue
+        try:
+            values[name] = convert(node[name], types[name], path)
+        except _Refused as refused:
+            for rule, remedy in refused.problems:
+                refuse(path, rule, node[name], remedy or f"try {path}={as_typed(standard)}")
+    return replace(default, **values)  # type: ignore[type-var]
 
-    def unknown_key(self, path: str, value: Any) -> None:
-        """Record that the schema has no `path`."""
-        remedy = remedy_for_unknown(path, self.root) or "see docs/configuration.md for every setting"
-        self._refuse(path, "is not a setting", value, remedy)
 
-    def _refuse(self, path: str, rule: str, value: Any, remedy: str) -> None:
-        self.violations.append(Violation(field=path, rule=rule, value=show(value), remedy=remedy))
+def convert(value: Any, annotation: Any, path: str) -> Any:
+    """`value` as `annotation` says. Raises _Refused."""
+    if isinstance(value, Unresolved):
+        raise _Refused((value.rule, value.reason))
+    if isinstance(value, str) and value == MISSING:
+        raise _Refused(("must be given", f"set {path}=..."))
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        seam = fact(annotation, Seam)
+        if seam is not None:
+            return None if value is None and is_optional(args[0]) else _part(value, path, seam)
+        result = convert(value, args[0], path)
+        for rule in args[1:]:
+            if isinstance(rule, (Range, Most)) and not rule.holds(result):
+                raise _Refused((f"must be {rule}", ""))
+        return result
+    if is_optional(annotation):
+        return None if value is None else convert(value, next(each for each in args if each is not type(None)), path)
+    if origin is Literal:
+        return _choice(value, args)
+    if origin is tuple:
+        return _tuple(value, args, path)
+    if origin is Mapping and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        raise _Refused(("must be a mapping with names as keys", f"set {path}={{name: value}}"))
+    if origin is Mapping or (annotation is Any and isinstance(value, Mapping)):
+        return {key: convert(item, Any, f"{path}.{key}") for key, item in value.items()}
+    if annotation is Any and isinstance(value, list):
+        return [convert(item, Any, f"{path}.{index}") for index, item in enumerate(value)]
+    return _scalar(value, annotation, path)
+
+
+def _part(value: Any, path: str, seam: Seam) -> PartSpec:
+    """A name or target as text, or `_target_` and arguments, whose values are checked against the part later on.
+
+    A built-in part gets its name, however it was written, and keeps arguments that are not at their defaults.
+    """
+    if not isinstance(value, Mapping):
+        return absolute_target(seam.name_of(cast(str, _scalar(value, str, path))))
+    arguments = {str(key): convert(item, Any, f"{path}.{key}") for key, item in value.items()}
+    target = arguments.pop(TARGET, None)
+    if not isinstance(target, str) or not target:
+        raise _Refused((f"must name the part as {TARGET}", f"write {path}={{{TARGET}: package.module:attr, ...}}"))
+    return seam.normal({**arguments, TARGET: absolute_target(target)})
+
+
+def _scalar(value: Any, annotation: Any, path: str) -> Any:
+    if annotation is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_whole = is_number and isinstance(value, int)
+    if annotation is bool and not isinstance(value, bool):
+        raise _Refused(("must be true or false", f"set {path}=true or {path}=false"))
+    if annotation is int and not is_whole:
+        raise _Refused(("must be an integer", f"write {int(value)}" if is_number and value.is_integer() else ""))
+    if annotation is float:
+        if not is_number or not math.isfinite(value):
+            raise _Refused((f"must be a {'finite ' if is_number else ''}number", ""))
+        return float(value)
+    if annotation is str and not is_whole and not isinstance(value, str):
+        raise _Refused(("must be text", f"quote it: {path}=\"'{value}'\""))
+    return str(value) if annotation is str else value
+
+
+def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    if any(value == choice and type(value) is type(choice) for choice in choices):
+        return value
+    names = [as_typed(choice) for choice in choices]
+    remedy = did_you_mean(str(value), names) or f"choose one, e.g. {names[0]}"
+    raise _Refused((f"must be one of {', '.join(names)}", remedy))
+
+
+def _tuple(value: Any, args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+    if isinstance(value, str) and args == (str, ...):
+        return (value,)
+    if not isinstance(value, (list, tuple)):
+        raise _Refused(("must be a list", f"write {path}=[...]"))
+    if args[-1] is Ellipsis:
+        args = (args[0],) * len(value)
+    elif len(value) != len(args):
+        raise _Refused((f"must be a list of {len(args)}", f"write {path}=[{','.join(['...'] * len(args))}]"))
+    converted: list[Any] = []
+    problems: list[tuple[str, str]] = []
+    for index, (item, kind) in enumerate(zip(value, args)):
+        try:
+            converted.append(convert(item, kind, f"{path}[{index}]"))
+        except _Refused as refused:
+            problems += [(f"{rule} (item {index})", remedy) for rule, remedy in refused.problems]
+    if problems:
+        raise _Refused(*problems)
+    return tuple(converted)
 
 
 def show(value: Any) -> str:
@@ -158,123 +239,3 @@ def as_typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return "''" if value == "" else str(value)
-
-
-def convert(value: Any, annotation: Any, path: str) -> Any:
-    """`value` as `annotation` says. Raises _Refused."""
-    if isinstance(value, Unresolved):
-        raise _Refused(value.rule, value.reason)
-    if isinstance(value, str) and value == MISSING:
-        raise _Refused("must be given", f"set {path}=...")
-    if annotation is Any and isinstance(value, (Mapping, list)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            convert(item, Any, f"{path}.{key}")
-        return value
-    if get_origin(annotation) is Annotated:
-        base, *rules = get_args(annotation)
-        seam = fact(annotation, Seam)
-        if seam is not None:
-            return _part(value, path, seam, optional=is_optional(base))
-        result = convert(value, base, path)
-        for rule in rules:
-            if isinstance(rule, Range) and not rule.holds(result):
-                raise _Refused(f"must be {rule}")
-            if isinstance(rule, Most) and result > rule.value:
-                raise _Refused(f"must be at most {rule.value:g}: {rule.why}")
-        return result
-    if is_optional(annotation):
-        if value is None:
-            return None
-        inner = [part for part in get_args(annotation) if part is not type(None)]
-        return convert(value, inner[0], path)
-    return _convert_plain(value, annotation, path)
-
-
-def _part(value: Any, path: str, seam: Seam, *, optional: bool) -> PartSpec | None:
-    """A name or target as text, or `_target_` and arguments, whose values are checked against the part later on.
-
-    A built-in part without arguments gets its name, however it was written.
-    """
-    if value is None and optional:
-        return None
-    if not isinstance(value, Mapping):
-        return absolute_target(seam.name_of(cast(str, _scalar(value, str, path))))
-    arguments = {str(key): convert(item, Any, f"{path}.{key}") for key, item in value.items()}
-    target = arguments.get(TARGET)
-    if not isinstance(target, str) or not target:
-        raise _Refused(f"must name the part as {TARGET}", f"write {path}={{{TARGET}: package.module:attr, ...}}")
-    spec = {TARGET: absolute_target(target), **{key: item for key, item in arguments.items() if key != TARGET}}
-    name = seam.name_of(spec)
-    return name if len(spec) == 1 and name in seam.builtins else spec
-
-
-def _convert_plain(value: Any, annotation: Any, path: str) -> Any:
-    origin = get_origin(annotation)
-    if origin is Literal:
-        return _choice(value, get_args(annotation))
-    if origin is tuple:
-        return _tuple(value, get_args(annotation), path)
-    if origin is Mapping:
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise _Refused("must be a mapping with names as keys", f"set {path}={{name: value}}")
-        return {key: convert(item, Any, f"{path}.{key}") for key, item in value.items()}
-    return _scalar(value, annotation, path)
-
-
-def _scalar(value: Any, annotation: Any, path: str) -> Any:
-    if annotation is bool:
-        if not isinstance(value, bool):
-            raise _Refused("must be true or false", f"set {path}=true or {path}=false")
-        return value
-    if annotation is int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            whole = isinstance(value, float) and value.is_integer()
-            raise _Refused("must be an integer", f"write {int(value)}" if whole else "")
-        return value
-    if annotation is float:
-        return _float(value)
-    if annotation is str:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-        if not isinstance(value, str):
-            raise _Refused("must be text", f"quote it: {path}=\"'{value}'\"")
-        return value
-    return value
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, str) and _EXPONENT.fullmatch(value):
-        value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _Refused("must be a number")
-    if not math.isfinite(value):
-        raise _Refused("must be a finite number")
-    return float(value)
-
-
-def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
-    for choice in choices:
-        if value == choice and type(value) is type(choice):
-            return choice
-    names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
-    remedy = did_you_mean(str(value), names) or f"choose one, e.g. {names[0]}"
-    raise _Refused(f"must be one of {', '.join(names)}", remedy)
-
-
-def _tuple(value: Any, args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
-    if isinstance(value, str) and args == (str, ...):
-        return (value,)
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise _Refused("must be a list", f"write {path}=[...]")
-    if args[-1] is Ellipsis:
-        args = (args[0],) * len(value)
-    elif len(value) != len(args):
-        raise _Refused(f"must be a list of {len(args)}", f"write {path}=[{','.join(['...'] * len(args))}]")
-    converted = []
-    for index, (item, kind) in enumerate(zip(value, args)):
-        try:
-            converted.append(convert(item, kind, f"{path}[{index}]"))
-        except _Refused as refused:
-            raise _Refused(f"{refused.rule} (item {index})", refused.remedy) from None
-    return tuple(converted)

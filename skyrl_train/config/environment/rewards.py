@@ -139,7 +139,7 @@ def _reward_lists(environment: EnvironmentConfig, algorithm: AlgorithmConfig) ->
             remedy = "write normalize: group, or drop it"
             yield Violation.of(f"{entry.setting}.normalize", entry.normalize, "must be group or none", remedy)
         if entry.normalize == "group" and not reads_components:
-            estimator = part_name(algorithm.advantage_estimator)
+            estimator = split_spec(algorithm.advantage_estimator)[0]
             rule = f"is not read by advantage_estimator={estimator}, which takes the sum of rewards"
             remedy = "add algorithm=gdpo, or drop it"
             yield Violation.of(f"{entry.setting}.normalize", entry.normalize, rule, remedy)

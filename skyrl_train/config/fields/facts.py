@@ -51,14 +51,6 @@ class ReadWith:
     """Relative to the section."""
 
 
-@dataclass(frozen=True)
-class StandsFor:
-    """On a setting of a section: true means that `setting` of the section, where it has its default, is `value`."""
-
-    setting: str
-    value: str
-
-
 Free = Annotated[T, Resume.FREE]
 LayoutOnly = Annotated[T, Resume.LAYOUT]
 Forks = Annotated[T, Resume.FORKS]
@@ -96,6 +88,12 @@ class Most:
     value: float
     why: str
     """Completes `must be at most ...: `."""
+
+    def holds(self, value: float) -> bool:
+        return value <= self.value
+
+    def __str__(self) -> str:
+        return f"at most {self.value:g}: {self.why}"
 
 
 @dataclass(frozen=True)

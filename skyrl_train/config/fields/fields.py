@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from skyrl_train.config.fields.facts import ReadWith, Resume, Usual
 from skyrl_train.config.fields.peers import peer_setting
 from skyrl_train.errors import Violation
-from skyrl_train.registry import Seam
+from skyrl_train.registry import TARGET, Seam
 
 T = TypeVar("T")
 Rule = Callable[..., Iterable[Violation]]
@@ -184,7 +184,23 @@ def meant_by(path: str, schema: type) -> tuple[str, str]:
     """Return the setting that was most likely meant by an unknown `path`, as other trainers call it or misspelt, and how to
     convert its value; no setting but a sentence where there is nothing to set; both empty where nothing is near."""
     name, convert = peer_setting(path, (field.path for field in walk(schema)))
-    return (name, convert) if name or convert else (suggest(path, schema) or "", "")
+    if name or convert:
+        return name, convert
+    return _argument(path, schema) or suggest(path, schema) or "", ""
+
+
+def _argument(path: str, schema: type) -> str:
+    """How the argument of a part is written that an unknown setting beside it names, or nearly; empty where another setting
+    beside it is nearer."""
+    section, _, name = path.rpartition(".")
+    written = {}
+    for setting, seam in parts_of(schema).items():
+        for part in seam if setting.rpartition(".")[0] == section else ():
+            for argument in seam.arguments(part):
+                written[f"{part}_{argument}"] = written[argument] = f"{setting}={{{TARGET}:{part},{argument}:VALUE}}"
+    settings = [field.name for field in walk(schema) if field.path == f"{section}.{field.name}"]
+    near = difflib.get_close_matches(name, [*settings, *written], n=1, cutoff=0.75)
+    return written.get(near[0], "") if near else ""
 
 
 MOVED = {

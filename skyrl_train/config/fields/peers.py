@@ -146,7 +146,7 @@ trainer.algorithm.normalize_by_std | trl scale_rewards
 trainer.algorithm.normalize_by_std | openrlhf no_std_norm no_advantage_std_norm
   = It says the opposite: for true write false
 trainer.algorithm.normalize_advantages | skyrl advantage_batch_normalize
-trainer.algorithm.gae_lambda | verl lam; openrlhf lambd; skyrl lambd
+trainer.algorithm.advantage_estimator={{_target_:gae,gae_lambda:VALUE}} | verl lam; openrlhf lambd; skyrl lambd
 trainer.algorithm.policy_loss | verl loss_mode; openrlhf policy_loss_type; skyrl policy_loss_type
   = The plain clipped loss, vanilla or ppo elsewhere, is regular
 trainer.algorithm.loss_reduction | verl loss_agg_mode; openrlhf loss_agg_mode
@@ -162,16 +162,16 @@ trainer.algorithm.eps_clip_low | verl clip_ratio_low; skyrl cispo_eps_clip_low d
 trainer.algorithm.eps_clip_high | trl epsilon_high; verl clip_ratio_high; skyrl cispo_eps_clip_high delta_high
 trainer.algorithm.eps_clip_low | openrlhf eps_clip_low_high
   = That is its first value; trainer.algorithm.eps_clip_high is the second
-trainer.algorithm.clip_ratio_c | trl delta; openrlhf dual_clip
-  = Add trainer.algorithm.policy_loss=dual_clip, which reads it
-trainer.algorithm.sapo_tau_pos | trl sapo_temperature_pos; verl tau_pos; skyrl tau_pos
-trainer.algorithm.sapo_tau_neg | trl sapo_temperature_neg; verl tau_neg; skyrl tau_neg
-trainer.algorithm.clip_cov_share | verl clip_cov_ratio; skyrl clip_cov.clip_ratio
-trainer.algorithm.clip_cov_low | verl clip_cov_lb; skyrl clip_cov_lb
-trainer.algorithm.clip_cov_high | verl clip_cov_ub; skyrl clip_cov_ub
-trainer.algorithm.kl_cov_share | verl kl_cov_ratio; skyrl kl_cov_frac
-trainer.algorithm.kl_cov_coef | verl ppo_kl_coef; skyrl ppo_kl_coef
-trainer.algorithm.dppo_divergence | skyrl dppo_type
+trainer.algorithm.policy_loss={{_target_:dual_clip,clip_ratio_c:VALUE}} | trl delta; verl clip_ratio_c
+  openrlhf dual_clip; skyrl clip_ratio_c
+trainer.algorithm.policy_loss={{_target_:sapo,tau_pos:VALUE}} | trl sapo_temperature_pos; verl tau_pos; skyrl tau_pos
+trainer.algorithm.policy_loss={{_target_:sapo,tau_neg:VALUE}} | trl sapo_temperature_neg; verl tau_neg; skyrl tau_neg
+trainer.algorithm.policy_loss={{_target_:clip_cov,share:VALUE}} | verl clip_cov_ratio; skyrl clip_cov.clip_ratio
+trainer.algorithm.policy_loss={{_target_:clip_cov,low:VALUE}} | verl clip_cov_lb; skyrl clip_cov_lb
+trainer.algorithm.policy_loss={{_target_:clip_cov,high:VALUE}} | verl clip_cov_ub; skyrl clip_cov_ub
+trainer.algorithm.policy_loss={{_target_:kl_cov,share:VALUE}} | verl kl_cov_ratio; skyrl kl_cov_frac
+trainer.algorithm.policy_loss={{_target_:kl_cov,coef:VALUE}} | verl ppo_kl_coef; skyrl ppo_kl_coef
+trainer.algorithm.policy_loss={{_target_:dppo,divergence:VALUE}} | skyrl dppo_type
   = For binary_tv write tv, for binary_kl kl
 trainer.algorithm.kl_loss_coef | trl beta
 trainer.algorithm.kl_loss_coef | any kl_coef; openrlhf kl.init_coef init_kl_coef
@@ -199,7 +199,7 @@ trainer.algorithm.entropy_controller | trl use_adaptive_entropy
   = For true write adaptive
 trainer.algorithm.entropy_quantile | trl top_entropy_quantile
   = It is the share that is left out: write 0.8 for 0.2
-trainer.algorithm.value_clip | verl cliprange_value
+trainer.algorithm.critic_loss={{_target_:clipped,value_clip:VALUE}} | verl cliprange_value
 trainer.algorithm.critic_warmup_steps | verl critic_warmup; openrlhf freezing_steps freezing_actor_steps
 trainer.algorithm.proximal | verl bypass_mode
   = For true write behaviour

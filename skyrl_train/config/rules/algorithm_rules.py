@@ -15,7 +15,7 @@ from skyrl_train.config.algorithm.settings import (
 )
 from skyrl_train.config.fields.fields import Rule
 from skyrl_train.errors import Violation
-from skyrl_train.registry import part_name
+from skyrl_train.registry import split_spec
 
 _PREFIX = "trainer.algorithm."
 
@@ -28,11 +28,11 @@ def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> I
 
 
 def _double_correction(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    correction = algorithm.off_policy
+    correction, loss = algorithm.off_policy, split_spec(algorithm.policy_loss)[0]
     yield from _require(
         not (correction.enabled and starts_at_rollout(algorithm)),
         "off_policy.weight",
-        f"cannot be combined with policy_loss={part_name(algorithm.policy_loss)}, whose ratio already starts at the rollout",
+        f"cannot be combined with policy_loss={loss}, whose ratio already starts at the rollout",
         correction.weight,
         f"switch the correction off, or choose another {_PREFIX}policy_loss",
     )
@@ -60,17 +60,12 @@ def _batch_normalize(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _bounds(algorithm: AlgorithmConfig, section: str, low: str, high: str, lowest: str) -> Iterator[Violation]:
-    """The lower one of two settings of a section (empty: of the algorithm) must not be above the other."""
-    node = getattr(algorithm, section) if section else algorithm
-    low_value, high_value = getattr(node, low), getattr(node, high)
-    name = f"{section}.{low}" if section else low
+def _bounds(algorithm: AlgorithmConfig, low: str, high: str) -> Iterator[Violation]:
+    """The lower one of two settings of `off_policy` must not be above the other."""
+    low_value, high_value = getattr(algorithm.off_policy, low), getattr(algorithm.off_policy, high)
+    name = f"off_policy.{low}"
     yield from _require(
-        low_value <= high_value,
-        name,
-        f"must not be above {high}={high_value:g}",
-        low_value,
-        f"{name}={lowest}",
+        low_value <= high_value, name, f"must not be above {high}={high_value:g}", low_value, f"{name}=0"
     )
 
 
@@ -123,7 +118,7 @@ def _reward_weights(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 def _self_taught(algorithm: AlgorithmConfig, name: str) -> Iterator[Violation]:
     """A self-taught policy has no weight on the divergence from a reference."""
-    weight, estimator = getattr(algorithm, name), part_name(algorithm.advantage_estimator)
+    weight, estimator = getattr(algorithm, name), split_spec(algorithm.advantage_estimator)[0]
     yield from _require(
         not is_self_taught(algorithm) or weight == 0,
         name,
@@ -134,12 +129,12 @@ def _self_taught(algorithm: AlgorithmConfig, name: str) -> Iterator[Violation]:
 
 
 def _self_taught_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    estimator = part_name(algorithm.advantage_estimator)
+    estimator = split_spec(algorithm.advantage_estimator)[0]
     yield from _require(
         not (is_self_taught(algorithm) and "ref_logprobs" in loss_reads(algorithm).columns),
         "policy_loss",
         f"reads the reference, whose place the teacher of advantage_estimator={estimator} takes",
-        part_name(algorithm.policy_loss),
+        split_spec(algorithm.policy_loss)[0],
         "policy_loss=regular",
     )
 
@@ -148,14 +143,14 @@ def _reward_components(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     yield from _require(
         "reward_components" in estimator_reads(algorithm).columns or not algorithm.reward_components,
         "reward_components",
-        f"are not read by advantage_estimator={part_name(algorithm.advantage_estimator)}",
+        f"are not read by advantage_estimator={split_spec(algorithm.advantage_estimator)[0]}",
         dict(algorithm.reward_components),
         "advantage_estimator=gdpo",
     )
 
 
 def _step_rewards(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    estimator, reads = part_name(algorithm.advantage_estimator), estimator_reads(algorithm)
+    estimator, reads = split_spec(algorithm.advantage_estimator)[0], estimator_reads(algorithm)
     yield from _require(
         not ("reward_components" in reads.columns and algorithm.step_rewards != "outcome"),
         "step_rewards",
@@ -166,7 +161,7 @@ def _step_rewards(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    filters, estimator = algorithm.filters, part_name(algorithm.advantage_estimator)
+    filters, estimator = algorithm.filters, split_spec(algorithm.advantage_estimator)[0]
     yield from _require(
         not (filters.dynamic_sampling != "none" and "values" in estimator_reads(algorithm).columns),
         "filters.dynamic_sampling",
@@ -180,7 +175,7 @@ def _why_not_behaviour(algorithm: AlgorithmConfig) -> str:
     """Why the policy that sampled cannot be the one that ratios start from; empty where it can."""
     if algorithm.off_policy.enabled:
         return "with off_policy corrections, which weigh what lies between the two"
-    loss, estimator = part_name(algorithm.policy_loss), part_name(algorithm.advantage_estimator)
+    loss, estimator = split_spec(algorithm.policy_loss)[0], split_spec(algorithm.advantage_estimator)[0]
     if starts_at_rollout(algorithm):
         return f"with policy_loss={loss}, which takes its ratio against them by itself"
     if "old_logprobs" not in loss_reads(algorithm).columns:
@@ -222,9 +217,8 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _proximal,
     _rejection,
     _batch_normalize,
-    partial(_bounds, section="off_policy", low="weight_low", high="weight_high", lowest="0"),
-    partial(_bounds, section="off_policy", low="sequence_mask_low", high="sequence_mask_high", lowest="0"),
-    partial(_bounds, section="", low="clip_cov_low", high="clip_cov_high", lowest="1"),
+    partial(_bounds, low="weight_low", high="weight_high"),
+    partial(_bounds, low="sequence_mask_low", high="sequence_mask_high"),
     _entropy_coef,
     _kl_controller,
     _reward_clip,

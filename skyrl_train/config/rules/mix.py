@@ -11,14 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_train.config.data.sources import DataConfig, EnvironmentConfig
-from skyrl_train.config.door.load import Conversion, show
+from skyrl_train.config.door.load import read_root, show
 from skyrl_train.config.models.engines import SamplingConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
 
+T = TypeVar("T")
 _OF_THE_RUN = ("mix", "shuffle", "order", "curriculum", "prompt_format", "template_kwargs")
 """Settings of `data` that hold for all data sets alike."""
 _OWN = ("name", "weight", "environment", "sampling", "eval_sampling")
@@ -65,8 +66,13 @@ def _read(
     environment_of_run: EnvironmentConfig,
     temperature: float,
 ) -> tuple[MixedDataset, list[Violation]]:
-    conversion = Conversion(Config)
-    violations = conversion.violations
+    violations: list[Violation] = []
+
+    def section(schema: type[T], node: object, at: str) -> T:
+        loaded = read_root(node, schema, at=at, root=Config)
+        violations.extend(loaded.violations)
+        return loaded.config
+
     own = {key: value for key, value in entry.items() if key not in _OWN}
     for key in [key for key in own if key in _OF_THE_RUN]:
         violations.append(
@@ -83,20 +89,19 @@ def _read(
     if isinstance(environment, str):
         environment = {"env_class": environment}
     laid = {"max_train_prompts": 0, "max_validation_prompts": 0, "validation": ()}
-    data = conversion.section(DataConfig, {**_plain(data_of_run), **laid, **own}, f"{path}.")
+    data = section(DataConfig, {**_plain(data_of_run), **laid, **own}, path)
     name = entry.get("name", Path(data.train[0]).stem if data.train else path)
     if not isinstance(name, str) or not name or "/" in name:
         violations.append(Violation.of(f"{path}.name", name, "must be a text without /", "try name: maths"))
     sampling, eval_sampling = (
-        _sampling(entry.get(part, {}), f"{path}.{part}.", conversion) for part in ("sampling", "eval_sampling")
+        _stated(part, section(SamplingConfig, part, f"{path}.{name}"))
+        for name, part in ((name, entry.get(name, {})) for name in ("sampling", "eval_sampling"))
     )
     dataset = MixedDataset(
         name=str(name),
         weight=float(weight),
         data=data,
-        environment=conversion.section(
-            EnvironmentConfig, _overlaid(environment_of_run, environment), f"{path}.environment."
-        ),
+        environment=section(EnvironmentConfig, _overlaid(environment_of_run, environment), f"{path}.environment"),
         sampling=sampling,
         eval_sampling={**{key: sampling[key] for key in sampling if key != "temperature"}, **eval_sampling},
     )
@@ -114,8 +119,7 @@ def _overlaid(section: EnvironmentConfig, entry: object) -> object:
     return {**_plain(section), **entry} if isinstance(entry, Mapping) else entry
 
 
-def _sampling(entry: object, prefix: str, conversion: Conversion) -> Mapping[str, Any]:
-    read = conversion.section(SamplingConfig, entry, prefix)
+def _stated(entry: object, read: SamplingConfig) -> Mapping[str, Any]:
     return {key: getattr(read, key) for key in entry if hasattr(read, key)} if isinstance(entry, Mapping) else {}
 
 

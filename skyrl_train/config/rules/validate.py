@@ -21,6 +21,7 @@ from skyrl_train.config.fields.fields import Rule, is_refused, parts_of, recorde
 from skyrl_train.config.models.engines import GeneratorConfig
 from skyrl_train.config.models.placement import PlatformConfig, StrategyConfig
 from skyrl_train.config.rules.algorithm_rules import ALGORITHM_RULES
+from skyrl_train.config.rules.argument_rules import value_violations
 from skyrl_train.config.rules.async_rules import ASYNC_RULES
 from skyrl_train.config.rules.mix import mixed_datasets
 from skyrl_train.config.rules.validate_engines import ENGINE_RULES
@@ -29,7 +30,7 @@ from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, 
 from skyrl_train.config.schema import Config, DataConfig, LoopConfig, TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.parts import BATCH_RULES
-from skyrl_train.registry import PartSpec, did_you_mean, part_name
+from skyrl_train.registry import PartSpec, did_you_mean, part_name, split_spec
 from skyrl_train.system import install_command
 
 
@@ -85,6 +86,7 @@ def part_violations(root: object, refused: Collection[str] = ()) -> Iterator[Vio
         specs = {f"{field}[{index}]": spec for index, spec in enumerate(value)} if many else {field: value}
         for setting, spec in specs.items():
             yield from seam.violations(spec, setting)
+            yield from value_violations(seam, spec, setting)
 
 
 def _response_length(generator: GeneratorConfig, name: str) -> Iterator[Violation]:
@@ -113,7 +115,7 @@ def _prompt_length(generator: GeneratorConfig, data: DataConfig) -> Iterator[Vio
 
 def _why_not_equal(algorithm: AlgorithmConfig) -> tuple[str, str, str] | None:
     """Why a prompt's samples may not be equal, why there may not be a single one, and what to set instead."""
-    estimator, filters = part_name(algorithm.advantage_estimator), algorithm.filters
+    estimator, filters = split_spec(algorithm.advantage_estimator)[0], algorithm.filters
     if estimator_reads(algorithm).whole_groups:
         single = f"{estimator} compares a prompt's samples, so a single one has advantage 0"
         equal = f"{estimator} gives equal samples advantage 0"

@@ -25,7 +25,7 @@ from skyrl_train.config.schema import (
     TrainerConfig,
 )
 from skyrl_train.errors import Violation
-from skyrl_train.registry import part_name
+from skyrl_train.registry import part_name, split_spec
 from skyrl_train.system import install_command
 
 
@@ -51,7 +51,7 @@ def _critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> Iterator[Violat
         yield Violation.of(
             "critic.model.path",
             critic.model.path,
-            f"must be given: {reader}={part_name(getattr(algorithm, reader))} needs a value model",
+            f"must be given: {reader}={split_spec(getattr(algorithm, reader))[0]} needs a value model",
             "try critic.model.path=policy, a copy of the policy with a new value head",
         )
 
@@ -64,8 +64,8 @@ def _reference(reference: ReferenceConfig, model: ModelConfig, algorithm: Algori
         yield Violation.of(
             "reference.model.path",
             path,
-            f"must name another model than the policy: {part_name(algorithm.advantage_estimator)} learns from where the two"
-            " differ",
+            f"must name another model than the policy: {split_spec(algorithm.advantage_estimator)[0]} learns from where "
+            "the two differ",
             "set reference.model.path to the folder or hub name of a teacher",
         )
 

@@ -130,7 +130,7 @@ PassesT = TypeVar("PassesT", bound=SizedPasses)
 
 
 class OomRetry(Generic[PassesT]):
-    """Runs the passes of one model. Without budgets to lower it runs them as they are."""
+    """Runs the passes of one model whose memory is counted."""
 
     def __init__(self, passes: PassesT, *, drop_gradients: Callable[[], None]) -> None:
         self.passes = passes
@@ -173,8 +173,7 @@ class OomRetry(Generic[PassesT]):
         Raises MemoryLimitError on all ranks where one row alone does not fit, or where it was tried too often.
         """
         meter = self.passes.meter
-        if meter is None:
-            return work(self.passes.plan(batch, training=training))
+        assert meter is not None, "passes that nobody counts are not run here"
         attempts = 0
         while True:
             try:

@@ -291,20 +291,21 @@ def _as_peft_finds_it(path: str) -> str:
     return str(resolve_model_path(path).resolve()) if is_local else path
 
 
-def set_dropout_keys(model: nn.Module, rows: TrainingInputBatch, layout: Layout, *, step: int) -> None:
-    """Before a forward of training: what each position drops. Does nothing for a model without dropout.
+@contextmanager
+def dropping(model: nn.Module, rows: TrainingInputBatch, layout: Layout, *, step: int) -> Iterator[None]:
+    """Around a forward and backward of training: what each position drops; forwards behind it do not drop. Does nothing for
+    a model without dropout.
 
     `rows` and `layout` are those of the forward, on the model's device; `step` counts optimizer steps.
     """
     keys = getattr(model, _KEYS, None)
-    if keys is not None:
+    if keys is None:
+        yield
+        return
+    try:
         keys.value = keys.of(rows, layout, step)
-
-
-def forget_dropout_keys(model: nn.Module) -> None:
-    """After the backward: forwards do not drop."""
-    keys = getattr(model, _KEYS, None)
-    if keys is not None:
+        yield
+    finally:
         keys.value = None
 
 

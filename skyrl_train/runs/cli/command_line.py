@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
-from skyrl_train.config.door import Conversion, Loaded, read_root
+from skyrl_train.config.algorithm import EARLIER
+from skyrl_train.config.door import Loaded, read_root
 from skyrl_train.config.fields import (
     Rule,
     SchemaField,
     is_refused,
     nearest,
+    parts_of,
     peer_name,
     remedy_for_unknown,
-    seam_of,
     strip,
     walk,
 )
@@ -103,6 +103,8 @@ class CommandLine:
         self._multirun = multirun
         self._rules = rules
         self._found: dict[str, Violation] = {}
+        self.notes: dict[str, None] = {}
+        """What to write instead of settings of before, each once."""
 
     def violations(self, arguments: Sequence[str], *, names_only: bool) -> list[Violation]:
         """Every problem with the arguments.
@@ -178,7 +180,8 @@ class CommandLine:
         fields = {field.path: field for field in walk(self._root.schema)}
         if key in fields and fields[key].section and not override.is_sweep_override():
             return self._check_section(fields[key], override)
-        if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
+        known = {*fields, *EARLIER}
+        if key in known or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
         near_group = None if "." in key or peer_name(key) else nearest(key, self._composer.groups())
         remedy = f"did you mean {near_group}=...?" if near_group else remedy_for_unknown(key, self._root.schema)
@@ -191,11 +194,11 @@ class CommandLine:
         value = override.value()
         if not isinstance(value, dict):
             return True
-        conversion = Conversion(self._root.schema)
-        conversion.section(strip(section.annotation), value, f"{section.path}.")
-        for violation in conversion.violations:
+        schema = strip(section.annotation)
+        violations = read_root(value, schema, at=section.path, root=self._root.schema).violations
+        for violation in violations:
             self._found.setdefault(str(violation), violation)
-        return not conversion.violations
+        return not violations
 
     # Composition and values
 
@@ -218,6 +221,7 @@ class CommandLine:
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
             violations = self._violations_of(loaded)
+        self.notes.update(dict.fromkeys(loaded.notes))
         fields = {violation.field for violation in violations}
         for violation in violations:
             source = source_of(config, violation.field)
@@ -260,7 +264,7 @@ class CommandLine:
         tree = value
         for part in reversed(key.split(".")):
             tree = {part: tree}
-        violations = read_root(cast(dict[str, object], tree), self._root.schema).violations
+        violations = read_root(tree, self._root.schema).violations
         return [each for each in violations if each.field == key and each.rule != "is not a setting"]
 
     def _compose(self, overrides: Sequence[Override]) -> DictConfig | None:
@@ -269,12 +273,14 @@ class CommandLine:
         if isinstance(config, DictConfig):
             return config
         refusals = self._composer.refusals(overrides)
-        parts = [field.path for field in walk(self._root.schema) if seam_of(field.annotation)]
+        parts = parts_of(self._root.schema)
         for override, why in refusals:
             key = override.key_or_group
             part = next((path for path in parts if key.startswith(f"{path}.")), None)
             if part is not None:  # a name has no arguments
-                why = f"write {part}={{{TARGET}: NAME, {key.removeprefix(f'{part}.')}: ...}}"
+                argument = key.removeprefix(f"{part}.")
+                name = next(iter(parts[part].having(argument)), "NAME")
+                why = f"write {part}={{{TARGET}: {name}, {argument}: ...}}"
             # A list in the place of a mapping, say, which OmegaConf refuses without saying what there may be.
             mistyped = [] if override.is_sweep_override() else self._mistyped(key, override.value())
             for violation in mistyped:

@@ -19,6 +19,7 @@ from pathlib import Path
 from hydra.types import RunMode
 
 from skyrl_train.config import Config, PlanConfig, TrainerConfig
+from skyrl_train.config.algorithm import for_hydra
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.rules import MixedDataset, mixed_datasets, validate_config
@@ -63,9 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for skyrl_train.main")
     args = parser.parse_args(argv)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
-    preflight([*args.overrides, *folder], config_name=CONFIG_NAME, rules=False)
+    overrides = for_hydra(args.overrides)
+    preflight([*overrides, *folder], config_name=CONFIG_NAME, rules=False)
     try:
-        config = _compose(args.overrides, args.config_dir)
+        config = _compose(overrides, args.config_dir)
         datasets, refused = mixed_datasets(config.data, config.environment, config.generator.sampling)
         num_train_prompts, note = count_train_prompts(
             config.data,

@@ -30,6 +30,7 @@ from hydra.version import setbase
 from omegaconf import DictConfig
 
 from skyrl_train.config import AnyConfig
+from skyrl_train.config.algorithm import for_hydra
 from skyrl_train.config.fields import meant_by, walk
 from skyrl_train.config.rules import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
@@ -75,6 +76,7 @@ def start(
             raise SystemExit(2)
         if not trains:
             sys.argv[1:] = with_arguments_of_run(sys.argv[1:])
+        sys.argv[1:] = for_hydra(sys.argv[1:])
         preflight(sys.argv[1:], config_name=config_name, trains=trains)
         if looks:
             folder = stack.enter_context(TemporaryDirectory(prefix="skyrl_train_look_"))
@@ -131,6 +133,8 @@ def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Roo
         line = CommandLine(composer, multirun=flags.multirun, rules=rules, root=root)
         names_only = flags.cfg is not None or flags.info is not None
         violations = [*_folder_violations(flags.config_dir), *line.violations(flags.overrides, names_only=names_only)]
+    for note in line.notes:
+        sys.stderr.write(f"note: {redact_text(note)}\n")
     if violations:
         raise ConfigError(violations)
 
@@ -141,6 +145,7 @@ def checked_config(arguments: Sequence[str], *, config_name: str, trains: bool =
     Raises ConfigError with all problems of the arguments.
     """
     learn_arguments(arguments, os.environ)
+    arguments = for_hydra(arguments)
     flags = argparse.Namespace(config_dir=None, overrides=list(arguments), multirun=False, cfg=None, info=None)
     root = replace(root_of(config_name), trains=trains)
     name_another_run()

@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.runs.construction.engines import engine_settings, probe_settings, sync_within_process, tolerance
     from skyrl_train.runs.construction.on_ray import cluster_settings
-    from skyrl_train.runs.construction.parts import build_host, build_learners, reward_models, with_reward_weights
+    from skyrl_train.runs.construction.parts import build_host, build_learners
     from skyrl_train.runs.construction.sft_data import SFTData, build_loader, plan_sft
 
 __all__ = [
@@ -18,10 +18,8 @@ __all__ = [
     "engine_settings",
     "plan_sft",
     "probe_settings",
-    "reward_models",
     "sync_within_process",
     "tolerance",
-    "with_reward_weights",
 ]
 
 __getattr__ = lazily(__name__)

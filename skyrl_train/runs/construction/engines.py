@@ -136,12 +136,7 @@ def _beside_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, sta
         call_timeout_s=config.placement.call_timeout_s,
         silence_timeout_s=config.placement.silence_timeout_s,
     )
-    sharing = DeviceSharing(
-        lambda: watched,
-        shared=shares_devices(config.placement, config.generator, config.platform),
-        moves=leaves_devices(config.placement, config.generator, config.platform),
-        record_file=Path(config.output_dir) / "device_turns.jsonl",
-    )
+    sharing = _sharing(config, lambda: watched)
     records = _records(config, lambda: watched, sharing, tokenizer)
     gate = _gate(config)
     quiet = nullcontext if gate is None else gate.shut
@@ -163,13 +158,7 @@ def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
         max_restarts=config.generator.vllm.max_restarts,
     )
     stack.callback(group.close)
-    sharing = DeviceSharing(
-        group.living,
-        shared=shares_devices(config.placement, config.generator, config.platform),
-        moves=leaves_devices(config.placement, config.generator, config.platform),
-        record_file=Path(config.output_dir) / "device_turns.jsonl",
-        wait_ready=group.wait_ready,
-    )
+    sharing = _sharing(config, group.living, wait_ready=group.wait_ready)
     records = _records(config, group.living, sharing, tokenizer)
     folder, gate = cluster.session.folder or _temporary_folder(), _gate(config)
 
@@ -186,6 +175,17 @@ def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
         room=config.generator.vllm.most_sequences(on_gpu=config.platform.on_gpu),
     )
     return Engines(engine=engine, transport=sync, sharing=sharing, group=group)
+
+
+def _sharing(config: Config, engines: Callable[[], Endpoint[UpdatableEngine]], **own: Any) -> DeviceSharing:
+    """Return who has the devices when, as a run of engines apart from the trainer records it."""
+    return DeviceSharing(
+        engines,
+        shared=shares_devices(config.placement, config.generator, config.platform),
+        moves=leaves_devices(config.placement, config.generator, config.platform),
+        record_file=Path(config.output_dir) / "device_turns.jsonl",
+        **own,
+    )
 
 
 def _temporary_folder() -> Path:

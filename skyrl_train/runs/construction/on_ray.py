@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster import Placement, RayLearner, RayScorer, RaySession, RayWorkers, RemoteActor, start_learner
+from skyrl_train.config import AnyConfig, Config, layout_of_run
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.derived import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
+from skyrl_train.config.derived import LearnerSettings, RunModels, learner_settings, roles_of
 from skyrl_train.config.models import ModelConfig, PlacementConfig
 from skyrl_train.config.placement import Layout, Role, count_engines, num_cpus
 from skyrl_train.learner import BaseOfAdapter
@@ -22,7 +23,6 @@ from skyrl_train.weights import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from skyrl_train.cluster import EngineGroup
-    from skyrl_train.config import Config
     from skyrl_train.model.files import ScorerSettings
     from skyrl_train.trainers import Learners
 
@@ -42,21 +42,22 @@ class ClusterSettings:
     """The policy's, whose largest parameter an engine is sent at once."""
 
 
-def cluster_settings(config: Config) -> ClusterSettings:
-    """Return what a run of reinforcement learning reserves: for its models, and for engines with devices of their own."""
-    models = [learner_settings(config, role).model for role in roles_of(config)]
-    if count_engines(config.generator, config.placement):
-        models.append(config.model)
+def cluster_settings(config: AnyConfig) -> ClusterSettings:
+    """Return what a run reserves: for its models, and for engines with devices of their own."""
+    models = [config.model]
+    if isinstance(config, Config):
+        models = [learner_settings(config, role).model for role in roles_of(config)]
+        models += [config.model] * bool(count_engines(config.generator, config.placement))
     return ClusterSettings(
         run_name=config.run_name,
         output_dir=Path(config.output_dir),
-        placement=with_time_to_load(config.placement, models),
-        layout=layout_of(config),
+        placement=_with_time_to_load(config.placement, models),
+        layout=layout_of_run(config),
         model=config.model,
     )
 
 
-def with_time_to_load(placement: PlacementConfig, models: Iterable[ModelConfig]) -> PlacementConfig:
+def _with_time_to_load(placement: PlacementConfig, models: Iterable[ModelConfig]) -> PlacementConfig:
     """The placement whose `start_timeout_s` has a second more for every 50 MB of the `models` that the start reads."""
     num_bytes = sum(weight_bytes(model.path, revision=model.revision) for model in models)
     return replace(placement, start_timeout_s=placement.start_timeout_s + num_bytes / _SLOWEST_LOAD)

@@ -1,7 +1,7 @@
 """The parts that every kind of run is built of: engines, what makes rollouts, models, where their processes are.
 
 They know only each other's Protocols. Nothing outside `runs/` constructs a trainer, an engine or a transport; a learner is
-constructed by `learner/build.py`, in whichever process it runs. Everything heavy is imported inside the functions.
+constructed by `learner/build.py`, in whichever process it runs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from skyrl_train.config import Config
+from skyrl_train.batch import AssemblySettings
+from skyrl_train.config import AnyConfig, Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_greedy_sample
-from skyrl_train.config.data import DataConfig, EnvironmentConfig
-from skyrl_train.config.derived import RunModels
-from skyrl_train.config.environment import RewardEntry, reward_entries
+from skyrl_train.config.data import DataConfig
+from skyrl_train.config.derived import RunModels, scores_entropies
+from skyrl_train.config.environment import with_reward_components
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.placement import Role
-from skyrl_train.config.rules import mixed_datasets
+from skyrl_train.config.rules import data_parallel_size, mixed_datasets
 from skyrl_train.data import Curriculum
 from skyrl_train.data.sources import IMAGES
 from skyrl_train.inference.vllm import make_tool_parser
@@ -36,17 +37,17 @@ from skyrl_train.learner import (
 )
 from skyrl_train.learner.memory import size_run
 from skyrl_train.model import load_tokenizer
-from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reading, vocabulary_size, weights_identity
+from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reader, image_reading, vocabulary_size
 from skyrl_train.plan import BatchPlan
-from skyrl_train.registry import TARGET, PartSpec, split_spec
+from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
-from skyrl_train.rollout.hosts import WorkerHost, held_rewards
-from skyrl_train.rollout.rewards import RewardModel
+from skyrl_train.rollout.hosts import WorkerHost
 from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
 from skyrl_train.runs.construction.engines import Engines, build_engines
+from skyrl_train.runs.resolve import reward_models
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers import Learners, PromptBatches, RolloutLog, sampling_params
+from skyrl_train.trainers import Learners, PPOSettings, PromptBatches, RolloutLog, sampling_params
 from skyrl_train.trainers.checkpoints import oldest_step
 from skyrl_train.trainers.evaluation import Evaluator
 from skyrl_train.types import Prompt, RolloutBatch, Tokenizer
@@ -193,36 +194,6 @@ def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
         reward.use(scorer.score)
 
 
-def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, RewardModel]]:
-    """Return the rewards that a model of this run gives, not one behind a URL."""
-    found = held_rewards(reward_entries(environment))
-    if not found:
-        return []  # the module of reward models imports httpx, which a run without a server can do without
-
-    return [(entry, reward) for entry, reward in found if isinstance(reward, RewardModel) and reward.path]
-
-
-def with_reward_weights(config: Config) -> Config:
-    """Return the configuration in which each reward model of this run has the digest of its weights, so that the run, and
-    whoever resumes it, scores with no others. Raises ModelError."""
-    models = reward_models(config.environment)
-    if not models:
-        return config
-
-    found = {
-        entry.setting: reward.weights or weights_identity(reward.path, reward.revision) for entry, reward in models
-    }
-
-    def pinned(setting: str, spec: PartSpec) -> PartSpec:
-        target, arguments = split_spec(spec)
-        return {TARGET: target, **arguments, "weights": found[setting]} if setting in found else spec
-
-    environment = config.environment
-    rewards = tuple(pinned(f"environment.rewards[{index}]", spec) for index, spec in enumerate(environment.rewards))
-    reward = None if environment.reward is None else pinned("environment.reward", environment.reward)
-    return replace(config, environment=replace(environment, reward=reward, rewards=rewards))
-
-
 def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
     """Return where environments run, if that is on the nodes of a cluster."""
     if host.cluster is None or config.environment.placement != "ray":
@@ -230,13 +201,18 @@ def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
     return host.cluster.environment_workers(config.environment)
 
 
-def build_host(config: Config, stack: ExitStack) -> Host:
-    """Return Ray's session, where `placement.backend=ray`, and the engine. `stack` ends them."""
-    cluster = None
-    if config.placement.backend == "ray":
-        from skyrl_train.runs.construction.on_ray import Cluster, cluster_settings
+def open_cluster(config: AnyConfig, stack: ExitStack) -> Cluster | None:
+    """Return Ray's session, where `placement.backend=ray`. `stack` ends it."""
+    if config.placement.backend != "ray":
+        return None
+    from skyrl_train.runs.construction.on_ray import Cluster, cluster_settings
 
-        cluster = Cluster(cluster_settings(config), stack)
+    return Cluster(cluster_settings(config), stack)
+
+
+def build_host(config: Config, stack: ExitStack) -> Host:
+    """Return Ray's session and the engine, as far as there are any. `stack` ends them."""
+    cluster = open_cluster(config, stack)
     if config.generator.backend == "replay":
         return Host(cluster=cluster)
 
@@ -324,3 +300,36 @@ def open_rollout_log(config: Config, folder: RunFolder, stack: ExitStack) -> Rol
     log = RolloutLog(folder.rollouts, config.rollouts)
     stack.callback(log.close)
     return log
+
+
+def ppo_settings(config: Config) -> PPOSettings:
+    """What the loop of reinforcement learning reads of `config`."""
+    return PPOSettings(
+        trainer=_trainer(config),
+        assembly=assembly_settings(config),
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        sampling=sampling_params(config.generator.sampling),
+        seed=config.seed,
+        scores_entropies=scores_entropies(config),
+    )
+
+
+def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> AssemblySettings:
+    """What assembly reads of `config`; `rows` in place of `generator.trajectory_rows` where it is given."""
+
+    def shares(num_workers: int) -> int:
+        return data_parallel_size(num_workers, config.strategy.ranks_per_share)
+
+    return AssemblySettings(
+        rows=config.generator.rows if rows is None else rows,
+        trainer=_trainer(config),
+        policy_shares=shares(config.placement.policy_num_workers),
+        critic_shares=shares(config.placement.critic_num_workers) if config.critic.model.path else None,
+        max_staleness=None if config.generator.backend == "replay" else config.trainer.max_staleness,
+        read_image=image_reader(config.model, config.data.images),
+    )
+
+
+def _trainer(config: Config) -> TrainerConfig:
+    """Return `trainer` with the rewards whose components its algorithm compares."""
+    return replace(config.trainer, algorithm=with_reward_components(config.trainer.algorithm, config.environment))

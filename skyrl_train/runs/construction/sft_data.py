@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.batch.planner import training_limit
-from skyrl_train.config import SFTDataConfig, SFTTrainerConfig
+from skyrl_train.config import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from skyrl_train.config.data import NO_HELD_OUT
 from skyrl_train.config.models import ModelConfig
+from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.data import BatchLoader, RowFormat, find_sources
 from skyrl_train.data.sft import (
     Closing,
@@ -66,17 +67,6 @@ class SFTPlan:
     """Optimizer steps."""
     step: str
     """What makes one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What the steps of a supervised run are made of."""
-
-    data: SFTDataConfig
-    trainer: SFTTrainerConfig
-    seed: int
-    num_shares: int
-    """Data-parallel ranks."""
 
 
 def load_sft_data(config: SFTDataConfig, model: ModelConfig, *, on_progress: Callable[[str, int], None]) -> SFTData:
@@ -165,16 +155,16 @@ def _notes(name: str, loaded: Loaded, config: SFTDataConfig) -> list[str]:
     return notes
 
 
-def plan_sft(settings: StepSettings, data: SFTData) -> SFTPlan:
+def plan_sft(config: SFTConfig, data: SFTData) -> SFTPlan:
     """Counts steps, exactly, by going through the epochs' orders. Raises ConfigError where nothing fills a step."""
-    trainer = settings.trainer
-    stream = build_stream(settings, data)
+    trainer = config.trainer
+    stream = build_stream(config, data)
     return SFTPlan(
         num_examples=len(data.train),
         num_examples_per_epoch=stream.num_examples_per_epoch,
         num_tokens=int(data.train.lengths.sum()),
         total_steps=trainer.num_steps or stream.count_steps(trainer.num_epochs),
-        step=_what_makes_a_step(settings.trainer),
+        step=_what_makes_a_step(trainer),
     )
 
 
@@ -186,42 +176,47 @@ def _what_makes_a_step(trainer: SFTTrainerConfig) -> str:
     return counted(trainer.batch_size, "example")
 
 
-def build_stream(settings: StepSettings, data: SFTData) -> StepStream:
+def build_stream(config: SFTConfig, data: SFTData) -> StepStream:
     """The endless stream of examples, cut into steps."""
-    order = EpochOrder(data.train.source_sizes, weights=data.weights, shuffle=settings.data.shuffle, seed=settings.seed)
-    return StepStream(data.train.lengths, order, _closing(settings), settings.data.incomplete_step)
+    order = EpochOrder(data.train.source_sizes, weights=data.weights, shuffle=config.data.shuffle, seed=config.seed)
+    return StepStream(data.train.lengths, order, _closing(config), config.data.incomplete_step)
 
 
-def _closing(settings: StepSettings) -> Closing:
-    trainer = settings.trainer
+def _closing(config: SFTConfig) -> Closing:
+    trainer = config.trainer
     if trainer.docs_per_step:
         return by_documents(
             trainer.docs_per_step,
-            num_ranks=settings.num_shares,
+            num_ranks=_num_shares(config),
             admits=training_limit(trainer),
             exact=trainer.docs_per_step_exact,
         )
     return by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)
 
 
-def build_loader(settings: StepSettings, data: SFTData, stack: ExitStack) -> BatchLoader:
+def build_loader(config: SFTConfig, data: SFTData, stack: ExitStack) -> BatchLoader:
     """Return the batches. `stack` ends the thread that prefetches them."""
     loader = BatchLoader(
-        build_stream(settings, data),
+        build_stream(config, data),
         data.train,
-        _collator(settings, data),
-        is_async=settings.trainer.async_batch_collation,
+        _collator(config, data),
+        is_async=config.trainer.async_batch_collation,
     )
     return stack.enter_context(loader)
 
 
-def _collator(settings: StepSettings, data: SFTData) -> Collator:
-    trainer = settings.trainer
+def _collator(config: SFTConfig, data: SFTData) -> Collator:
+    trainer = config.trainer
     if trainer.layout == "packed":
         return PackedDataCollator(
             data.train,
             max_tokens_per_row=trainer.max_tokens_per_microbatch,
             align=trainer.pad_to_multiple_of,
-            num_ranks=settings.num_shares,
+            num_ranks=_num_shares(config),
         )
     return DefaultCollator(data.train, align=trainer.pad_to_multiple_of)
+
+
+def _num_shares(config: SFTConfig) -> int:
+    """Return the number of data-parallel ranks."""
+    return data_parallel_size(config.placement.policy_num_workers, config.strategy.ranks_per_share)

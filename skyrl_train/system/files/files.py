@@ -17,6 +17,9 @@ from skyrl_train.system.threads import in_time
 
 _MAX_DEPTH = 64
 """Levels of what is read; the deepest that is written has seven."""
+_NESTED = (dict, list)
+_FLAT = frozenset({int, float, str, bool, type(None)})
+"""With those, all types that JSON is read as."""
 _MAX_COUNT = 2**53
 """The largest whole number that every reader of JSON takes as it is."""
 DISK_TIMEOUT_S = 1800.0
@@ -133,16 +136,15 @@ def parse_strict_json(text: bytes | str) -> Any:
         content = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels") from None
-    level = [content]
+    level = [content] if isinstance(content, _NESTED) else []
     for _ in range(_MAX_DEPTH):
-        level = [each for value in level if isinstance(value, (dict, list)) for each in _entries(value)]
+        values = (value.values() if isinstance(value, dict) else value for value in level)
+        # Most lists are of tokens, which are passed over without a look at each.
+        nested = (entries for entries in values if not _FLAT.issuperset(map(type, entries)))
+        level = [each for entries in nested for each in entries if isinstance(each, _NESTED)]
         if not level:
             return content
     raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
-
-
-def _entries(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _refuse_constant(name: str) -> None:

@@ -5,7 +5,7 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.telemetry.records.columns import FAILED, KINDS, arrow_schema
-    from skyrl_train.telemetry.records.log import decode_trajectory, encode_trajectory, read_json_lines
+    from skyrl_train.telemetry.records.log import decode_answer, decode_trajectory, encode_trajectory, read_json_lines
     from skyrl_train.telemetry.records.store import (
         FloatColumns,
         TurnValues,
@@ -26,6 +26,7 @@ __all__ = [
     "Timeline",
     "TurnValues",
     "arrow_schema",
+    "decode_answer",
     "decode_trajectory",
     "draw_timeline",
     "encode_trajectory",

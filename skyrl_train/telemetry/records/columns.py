@@ -44,7 +44,11 @@ FLOAT_COLUMNS = ("advantages", "policy_logprobs", "reference_logprobs", "entropi
 FORMAT = 1
 METADATA = b"skyrl_train"
 
-OF_TRAJECTORY = {
+OF_FIRST_ROW = ("prompt", "extras", "tools", "first_messages", "metrics", "rewards")
+KINDS = {
+    "global_step": "int",
+    "purpose": "text",
+    "error": "text",
     "uid": "text",
     "sample": "int",
     "num_turns": "int",
@@ -56,13 +60,6 @@ OF_TRAJECTORY = {
     "greedy_reward": "double",
     "env_class": "text",
     "dataset": "text",
-}
-OF_FIRST_ROW = ("prompt", "extras", "tools", "first_messages", "metrics", "rewards")
-KINDS = {
-    "global_step": "int",
-    "purpose": "text",
-    "error": "text",
-    **OF_TRAJECTORY,
     **dict.fromkeys(OF_FIRST_ROW, "text"),
     "teacher_prompt_token_ids": "ids",
     "turn": "int",

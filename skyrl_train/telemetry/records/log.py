@@ -22,39 +22,164 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticKnownError
 
 from skyrl_train.errors import DataError, counted
 from skyrl_train.images import as_record, from_record
-from skyrl_train.system.files import json_problem, parse_json, shown
+from skyrl_train.system.files import is_text, json_problem, parse_json, shown
 from skyrl_train.types import (
-    NO_ROUTING,
-    ChatMessage,
     Failure,
     FailureKind,
+    GenerationOutput,
     Outcome,
     Prompt,
     RolloutBatch,
     StopReason,
-    TokenIds,
     Trajectory,
     Turn,
     VersionRun,
     decode_routing,
     encode_routing,
     find_parent,
-    token_ids,
 )
 
-_JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", NoneType: "null"}
 _LARGEST_COUNT = 2**31 - 1
 """What the columns of the files that are written hold."""
 UNNUMBERED = -1
 """Sample of a trajectory whose record does not say which it is."""
+
+
+# What a record must have, under the names of the fields in memory; `alias` is the name in a line where it is another.
+# Parquet's rows are such records, too (`reading.py`), whose columns are arrays.
+
+
+def _writable(value: Any) -> Any:
+    is_writable = is_text(value) if isinstance(value, str) else not json_problem({"": value})
+    if not is_writable:
+        raise ValueError  # `_first_problem` says where and why
+    return value
+
+
+def _finite(value: float, info: ValidationInfo) -> float:
+    if not (math.isfinite(value) or info.context):
+        raise PydanticKnownError("finite_number")
+    return value
+
+
+def _or_array(value: object, check: ValidatorFunctionWrapHandler) -> Any:
+    """Return an array as it is: its type is the column's, and `Turn` looks at its values."""
+    return value if isinstance(value, np.ndarray) else check(value)
+
+
+Text = Annotated[str, AfterValidator(_writable)]
+Uid = Annotated[Text, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
+Number = Annotated[float, AfterValidator(_finite)]
+Object = Annotated[dict[str, Any], AfterValidator(_writable)]
+Messages = Annotated[tuple[dict[str, Any], ...], Field(strict=False), AfterValidator(_writable)]
+Ids = Annotated[list[Count], WrapValidator(_or_array)]
+Logprob = Annotated[float, Field(allow_inf_nan=False)]
+Logprobs = Annotated[list[Logprob], WrapValidator(_or_array)]
+Flags = Annotated[list[bool], WrapValidator(_or_array)]
+Runs = list[Annotated[tuple[Count, Count], Field(strict=False)]]
+Routing = Annotated[Any, PlainValidator(lambda value: _or_array(value, decode_routing))]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class PromptRecord(_Record):
+    """The fields of a prompt, which each of its trajectories has."""
+
+    uid: Uid
+    messages: Messages = Field((), alias="prompt")
+    env_class: Text | None = None
+    extras: Object = {}
+    tools: Messages = ()
+    dataset: Text = ""
+
+
+class FailureRecord(_Record):
+    """The fields of a failure."""
+
+    kind: Annotated[FailureKind, Field(strict=False)]
+    message: Text
+    turn_index: Count
+
+
+class TurnRecord(_Record):
+    """The fields of a turn: of `added_token_ids` and `prompt_token_ids` one."""
+
+    parent: Count | None = None
+    added_token_ids: Ids | None = None
+    prompt_token_ids: Ids | None = None
+    response_token_ids: Ids
+    response_logprobs: Logprobs | None = Field(None, alias="logprobs")
+    loss_mask: Flags | None = None
+    response_text: Text = Field("", alias="text")
+    reward: Number
+    observations: Messages = ()
+    tool_calls: Messages = ()
+    stop_reason: Annotated[StopReason, Field(strict=False)] = StopReason.STOP
+    weight_versions: Runs | None = None
+    weight_version: Count = 0
+    routed_experts: Routing | None = None
+    images: Annotated[Any, PlainValidator(from_record)] = ()
+
+
+class AnswerRecord(_Record):
+    """The fields of an engine's answer, which a journal has before its turn is complete (`rollout/journal.py`)."""
+
+    token_ids: Annotated[tuple[Count, ...], Field(strict=False, alias="tokens")]
+    logprobs: Annotated[tuple[Logprob, ...], Field(strict=False)]
+    stop_reason: Annotated[StopReason, Field(strict=False, alias="stop")]
+    weight_versions: Runs = Field(alias="versions")
+    routed_experts: Routing | None = Field(None, alias="experts")
+
+
+class TrajectoryRecord(_Record):
+    """The fields of a trajectory, beside those of its prompt."""
+
+    global_step: Count = 0
+    sample_index: Count = Field(UNNUMBERED, alias="sample")
+    turns: list[TurnRecord]
+    outcome: Annotated[Outcome, Field(strict=False)] = Outcome.DONE
+    failure: FailureRecord | None = None
+    metrics: dict[str, Number] = {}
+    rewards: dict[str, Number] = {}
+    first_messages: Messages = ()
+    teacher_prompt_token_ids: Ids | None = None
+    greedy_reward: Number | None = None
+
+
+_RULES = {  # by pydantic's types of errors
+    "dict_type": "an object",
+    "model_type": "an object",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "string_type": "a text",
+    "int_type": f"a whole number from 0 to {_LARGEST_COUNT}",
+    "float_type": "a finite number",
+    "bool_type": "true or false",
+    "too_long": "[token, version]",
+}
+"""What a value must be, where pydantic has words of its own for it."""
 
 
 def encode_trajectory(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
@@ -143,174 +268,89 @@ def in_batches(path: Path, recorded: Iterable[tuple[int, Prompt, Trajectory]]) -
 
 def _recorded(path: Path) -> Iterator[tuple[int, Prompt, Trajectory]]:
     for number, record in _records(path):
-        place = f"{path}, line {number}"
         try:
-            prompt, trajectory = decode_trajectory(record)
-            step = _count(record.get("global_step", 0), "global_step")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            yield decoded(record)
+        except ValueError as error:
             raise DataError(
-                f"{place}: not a recorded trajectory ({what}). It needs uid and, for each of its turns, "
+                f"{path}, line {number}: not a recorded trajectory ({error}). It needs uid and, for each of its turns, "
                 "added_token_ids or prompt_token_ids, response_token_ids and reward."
             ) from error
-        if "sample" not in record:
-            trajectory = replace(trajectory, sample_index=UNNUMBERED)
-        yield step, prompt, trajectory
 
 
 def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
-    """Return the inverse of `encode_trajectory`. Raises KeyError for a missing field, ValueError for one of the wrong type,
-    with its name."""
+    """Return the inverse of `encode_trajectory`. Raises ValueError naming a field that is missing or of another type."""
+    return decoded(record)[1:]
+
+
+def decoded(record: Mapping[str, Any], *, allow_infinite: bool = False) -> tuple[int, Prompt, Trajectory]:
+    """Return the step of a record, 0 where it does not say, with what `encode_trajectory` made the record of.
+
+    Columns may be arrays. With `allow_infinite`, numbers need not be finite. Raises ValueError as `decode_trajectory` does.
+    """
+    prompt = Prompt(**_fields(PromptRecord, record))
+    fields = _fields(TrajectoryRecord, record, allow_infinite=allow_infinite)
     turns: list[Turn] = []
-    for index, turn_record in enumerate(_of_type(record["turns"], list, "turns")):
-        try:
-            turns.append(_decode_turn(_of_type(turn_record, dict, "a turn"), turns))
-        except ValueError as error:
-            raise ValueError(f"turn {index}: {error}") from None
-    return decode_with_turns(record, turns)
-
-
-def decode_with_turns(record: Mapping[str, Any], turns: Sequence[Turn]) -> tuple[Prompt, Trajectory]:
-    """Return what a record holds whose turns are decoded. Raises as `decode_trajectory` does."""
-    if problem := json_problem(
-        {name: record.get(name) for name in ("uid", "prompt", "env_class", "extras", "tools", "failure")}
-    ):
-        raise ValueError(problem)
-    if isinstance(record["uid"], bool) or not isinstance(record["uid"], (str, int)):
-        raise ValueError(f"uid must be a text; got {shown(record['uid'])}")
-    uid = str(record["uid"])
-    prompt = Prompt(
-        uid=uid,
-        messages=_messages(record, "prompt"),
-        env_class=_of_type(record.get("env_class"), (str, NoneType), "env_class"),
-        extras=_of_type(record.get("extras", {}), dict, "extras"),
-        tools=tuple(_of_type(each, dict, "tools") for each in _of_type(record.get("tools", []), list, "tools")),
-        dataset=_of_type(record.get("dataset", ""), str, "dataset"),
-    )
-    failure = _of_type(record.get("failure"), (dict, NoneType), "failure")
-    if failure is None and not turns:
-        raise ValueError("it has no turn and did not fail")
-    trajectory = Trajectory(
-        prompt_uid=uid,
-        sample_index=_count(record.get("sample", 0), "sample"),
-        turns=tuple(turns),
-        outcome=Outcome(record.get("outcome", Outcome.DONE.value)),
-        failure=None
-        if failure is None
-        else Failure(
-            kind=FailureKind(failure["kind"]),
-            message=_of_type(failure["message"], str, "the failure's message"),
-            turn_index=_count(failure["turn_index"], "the failure's turn_index"),
-        ),
-        metrics=_numbers(record, "metrics", "metric"),
-        rewards=_numbers(record, "rewards", "reward"),
-        first_messages=_messages(record, "first_messages"),
-        teacher_prompt_token_ids=_token_ids(record.get("teacher_prompt_token_ids", []), "teacher_prompt_token_ids"),
-        greedy_reward=finite(record["greedy_reward"], "greedy_reward") if "greedy_reward" in record else None,
-    )
-    return prompt, trajectory
-
-
-def _numbers(record: Mapping[str, Any], field: str, what: str) -> dict[str, float]:
-    """Return the numbers by name in a field; none where it is not there."""
-    values = _of_type(record.get(field, {}), dict, field)
-    return {name: finite(value, f"the {what} {name}") for name, value in values.items()}
-
-
-def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
-    response = _token_ids(record["response_token_ids"], "response_token_ids")
-    if problem := json_problem({"text": record.get("text")}):
-        raise ValueError(problem)
-    if "added_token_ids" in record:
-        parent, added = record.get("parent"), _token_ids(record["added_token_ids"], "added_token_ids")
-        if parent is not None and (type(parent) is not int or not 0 <= parent < len(earlier)):
-            raise ValueError(f"parent must be the number of an earlier turn or null; got {parent!r}")
-    else:
-        parent, added = find_parent(earlier, _token_ids(record["prompt_token_ids"], "prompt_token_ids"))
-    if (parent is None and not len(added)) or not len(response):
-        raise ValueError("a turn has an empty prompt or response")
-    return Turn(
-        parent=parent,
-        added_token_ids=added,
-        response_token_ids=response,
-        response_logprobs=_logprobs(_of_type(record.get("logprobs") or [], list, "logprobs"), len(response)),
-        loss_mask=np.array(_flags(_of_type(record.get("loss_mask") or [], list, "loss_mask")), dtype=np.bool_),
-        response_text=_of_type(record.get("text", ""), str, "text"),
-        reward=finite(record["reward"], "reward"),
-        observations=_messages(record, "observations"),
-        tool_calls=_messages(record, "tool_calls"),
-        stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
-        weight_versions=_versions(record.get("weight_versions", [[0, record.get("weight_version", 0)]])),
-        routed_experts=decode_routing(record["routed_experts"]) if "routed_experts" in record else NO_ROUTING,
-        images=from_record(record.get("images", [])),
-    )
-
-
-def _messages(record: Mapping[str, Any], name: str) -> tuple[ChatMessage, ...]:
-    return messages(record.get(name, []), name)
-
-
-def messages(value: object, name: str) -> tuple[ChatMessage, ...]:
-    """Return a list of chat messages, or of calls. Raises ValueError, with the field's name, for anything else."""
-    found = _of_type(value, list, name)
-    if problem := json_problem({name: found}):
-        raise ValueError(problem)
-    return tuple(_of_type(each, dict, name) for each in found)
-
-
-def _logprobs(values: Sequence[object], num_tokens: int) -> NDArray[np.float32]:
-    if values and len(values) != num_tokens:
-        raise ValueError(f"{len(values)} logprobs for {counted(num_tokens, 'response token')}")
     with np.errstate(over="ignore"):
-        column = np.array([finite(value, "a log-probability") for value in values], dtype=np.float32)
-    if not np.isfinite(column).all():
-        raise ValueError("a log-probability must be finite in float32")
-    return column
+        for index, each in enumerate(fields.pop("turns")):
+            try:
+                turns.append(_turn(each, turns))
+                if not (allow_infinite or np.isfinite(turns[-1].response_logprobs).all()):
+                    raise ValueError("a log-probability must be finite in float32")
+            except ValueError as error:
+                raise ValueError(f"turn {index}: {error}") from None
+    if "failure" in fields:
+        fields["failure"] = Failure(**vars(fields["failure"]))
+    elif not turns:
+        raise ValueError("it has no turn and did not fail")
+    return fields.pop("global_step"), prompt, Trajectory(prompt_uid=prompt.uid, turns=tuple(turns), **fields)
 
 
-def _versions(values: object) -> tuple[VersionRun, ...]:
-    runs = _of_type(values, list, "weight_versions")
-    if not all(isinstance(run, list) and len(run) == 2 for run in runs):
-        raise ValueError("weight_versions must be a list of [token, version]")
-    return tuple(
-        VersionRun(_count(start, "a run's token"), _count(version, "a weight version")) for start, version in runs
-    )
+def decode_answer(record: Mapping[str, Any]) -> GenerationOutput:
+    """Return an engine's answer in a journal's line. Raises ValueError as `decode_trajectory` does."""
+    fields = _fields(AnswerRecord, record)
+    fields["weight_versions"] = tuple(VersionRun(*run) for run in fields["weight_versions"])
+    return GenerationOutput(**fields)
 
 
-def _of_type(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise ValueError(f"{name} must be {' or '.join(_JSON_NAMES[each] for each in kinds)}; got {shown(value)}")
-    return value
-
-
-def _count(value: object, name: str) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST_COUNT:
-        raise ValueError(f"{name} must be a whole number from 0 to {_LARGEST_COUNT}; got {shown(value)}")
-    return value
-
-
-def _flags(values: Sequence[object]) -> Sequence[object]:
-    if not all(isinstance(value, bool) for value in values):
-        raise ValueError("loss_mask must be a list of true and false")
-    return values
-
-
-def _token_ids(value: object, name: str) -> TokenIds:
-    # Asked element by element: numpy would take true for 1, and JSON has no other whole numbers.
-    if not isinstance(value, list) or not all(type(token_id) is int for token_id in value):
-        raise ValueError(f"{name} must be a list of token ids")
+def _fields(kind: type[_Record], record: Mapping[str, Any], *, allow_infinite: bool = False) -> dict[str, Any]:
+    """Return the fields that a record has or that stand for what it lacks. Raises ValueError."""
     try:
-        return token_ids(value)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be a list of token ids: {error}") from None
+        return _given(kind.model_validate(record, context=allow_infinite))
+    except ValidationError as error:
+        raise ValueError(_first_problem(error)) from None
 
 
-def finite(value: object, name: str) -> float:
-    """Return a finite number. Raises ValueError, with its name, for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number; got {shown(value)}")
-    return float(value)
+def _turn(record: TurnRecord, earlier: Sequence[Turn]) -> Turn:
+    fields = _given(record)
+    prompt, version = fields.pop("prompt_token_ids", None), fields.pop("weight_version")
+    if "added_token_ids" not in fields:
+        if prompt is None:
+            raise ValueError("no 'added_token_ids' or 'prompt_token_ids'")
+        fields["parent"], fields["added_token_ids"] = find_parent(earlier, prompt)
+    parent = fields.get("parent")
+    if parent is not None and parent >= len(earlier):
+        raise ValueError(f"parent must be the number of an earlier turn or null; got {parent}")
+    if (parent is None and not len(fields["added_token_ids"])) or not len(fields["response_token_ids"]):
+        raise ValueError("a turn has an empty prompt or response")
+    return Turn(**{"weight_versions": ((0, version),), **fields})
+
+
+def _given(record: BaseModel) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if value is not None}
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Return where, what must be there and what is, of the first field that is wrong."""
+    first = error.errors(include_url=False)[0]
+    kind, place = first["type"], list(first["loc"])
+    where = f"turn {place[1]}: " if place[0] == "turns" and len(place) > 2 else ""
+    name = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place[2 if where else 0 :])[1:]
+    if kind == "value_error":
+        return f"{where}{json_problem({name: first['input']}) or first['ctx']['error']}"
+    if kind == "missing":
+        return f"{where}no {name!r}"
+    rule = _RULES.get(kind, first["msg"].removeprefix("Input should be "))
+    return f"{where}{name:.80} must be {rule}; got {shown(first['input'])}"
 
 
 def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
-from skyrl_train.images import from_record
-from skyrl_train.system.files import parse_json, shown
+from skyrl_train.system.files import finite_number, parse_json, shown
 from skyrl_train.telemetry.records.columns import (
     FLOAT_COLUMNS,
     FORMAT,
@@ -22,12 +19,11 @@ from skyrl_train.telemetry.records.columns import (
     LISTS,
     METADATA,
     OF_FIRST_ROW,
-    OF_TRAJECTORY,
     StoreFacts,
     arrow_schema,
 )
-from skyrl_train.telemetry.records.log import UNNUMBERED, decode_with_turns, finite, messages
-from skyrl_train.types import NO_ROUTING, Prompt, StopReason, Trajectory, Turn, VersionRun
+from skyrl_train.telemetry.records.log import decoded
+from skyrl_train.types import Prompt, Trajectory
 
 _LARGEST_EXPANSION = 2000
 """How many times its size a file may say that it holds: more would be made to fill the memory of who reads it."""
@@ -66,7 +62,7 @@ def _facts_of(path: Path, metadata: Mapping[bytes, bytes] | None) -> StoreFacts:
         content = parse_json(text)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {shown(content['format'])}, and {FORMAT} is what this version reads")
-        fraction = finite(content["sample_fraction"], "sample_fraction")
+        fraction = finite_number(content, "sample_fraction")
         if not 0 < fraction <= 1:
             raise ValueError(f"sample_fraction must be above 0 and at most 1; got {shown(fraction)}")
         return StoreFacts(float_columns=dict(content["float_columns"]), sample_fraction=fraction)
@@ -79,7 +75,7 @@ def recorded(path: Path, *, allow_infinite: bool) -> Iterator[tuple[int, Prompt,
     rows: list[dict[str, Any]] = []
     begin = 1
     for number, row in enumerate(_rows(path), start=1):
-        if row["turn"] in (None, 0) and rows:
+        if row.get("turn") in (None, 0) and rows:
             yield _decoded(path, begin, rows, allow_infinite=allow_infinite)
             rows, begin = [], number
         rows.append(row)
@@ -88,6 +84,7 @@ def recorded(path: Path, *, allow_infinite: bool) -> Iterator[tuple[int, Prompt,
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what each row has; a null is not there."""
     with _opened(path) as file:
         try:
             _facts_of(path, file.metadata.metadata)
@@ -108,9 +105,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 columns = {name: _values(table.column(name), name) for name in names}
             except _UNREADABLE as error:
                 raise DataError(f"{path}: it is damaged ({_first_line(error)}).") from error
-            nothing = dict.fromkeys(KINDS)
             for values in zip(*columns.values()):
-                yield {**nothing, **dict(zip(columns, values))}
+                yield {name: value for name, value in zip(columns, values) if value is not None}
 
 
 def _values(column: Any, name: str) -> list[Any]:
@@ -131,89 +127,57 @@ def _values(column: Any, name: str) -> list[Any]:
 
 
 def _decoded(
-    path: Path, begin: int, rows: Sequence[Mapping[str, Any]], *, allow_infinite: bool
+    path: Path, begin: int, rows: Sequence[dict[str, Any]], *, allow_infinite: bool
 ) -> tuple[int, Prompt, Trajectory]:
     try:
-        prompt, trajectory = _decode(rows, allow_infinite=allow_infinite)
-        return rows[0]["global_step"] or 0, prompt, trajectory
+        return decoded(_as_line(rows, allow_infinite=allow_infinite), allow_infinite=allow_infinite)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         which = f"row {begin}" if len(rows) == 1 else f"rows {begin} to {begin + len(rows) - 1}"
         raise DataError(f"{path}, {which}: not a recorded trajectory ({error}).") from error
 
 
-def _decode(rows: Sequence[Mapping[str, Any]], *, allow_infinite: bool) -> tuple[Prompt, Trajectory]:
-    head = rows[0]
-    turns: list[Turn] = []
-    for number, row in enumerate(rows):
-        if row["turn"] is None and len(rows) == 1:
-            break
-        if row["turn"] != number or (row["uid"], row["sample"]) != (head["uid"], head["sample"]):
-            raise ValueError(
-                f"turn {row['turn']} of {row['uid']}/{row['sample']} stands where its turn {number} belongs"
-            )
+def _as_line(rows: Sequence[dict[str, Any]], *, allow_infinite: bool) -> dict[str, Any]:
+    """Return the rows of a trajectory as the record that a line of JSON has, with arrays for columns. Raises ValueError."""
+    record = rows[0]
+    uid, sample, turns = record.get("uid"), record.get("sample"), rows
+    if len(rows) == 1 and "turn" not in record:
+        turns = []
+    for number, row in enumerate(turns):
+        if (row.get("turn"), row.get("uid"), row.get("sample")) != (number, uid, sample):
+            where = f"turn {row.get('turn')} of {row.get('uid')}/{row.get('sample')}"
+            raise ValueError(f"{where} stands where its turn {number} belongs")
         try:
-            turns.append(_decode_turn(row, number, allow_infinite=allow_infinite))
+            _complete_turn(row)
         except ValueError as error:
             raise ValueError(f"turn {number}: {error}") from None
-    if head["num_turns"] not in (None, len(turns)):
-        raise ValueError(f"{len(turns)} of its {head['num_turns']} turns are there")
-    record = {"uid": head["uid"], **{name: head[name] for name in OF_TRAJECTORY if head[name] is not None}}
-    numbers: dict[str, dict[str, float]] = {}
-    for name in OF_FIRST_ROW:
-        if head[name] is None:
-            continue
-        value = parse_json(head[name])
-        if allow_infinite and name in ("metrics", "rewards"):  # which stand as texts
-            numbers[name] = {each: float(number) for each, number in value.items()}
-        else:
-            record[name] = value
-    if head["failure_kind"] is not None:
+    if record.get("num_turns", len(turns)) != len(turns):
+        raise ValueError(f"{len(turns)} of its {record['num_turns']} turns are there")
+    record = {**record, "turns": turns}
+    _parse_json(record, OF_FIRST_ROW)
+    if "failure_kind" in record:
         names = {"kind": "failure_kind", "message": "failure_message", "turn_index": "failure_turn"}
-        record["failure"] = {name: head[column] for name, column in names.items()}
-    if head["teacher_prompt_token_ids"] is not None:
-        record["teacher_prompt_token_ids"] = head["teacher_prompt_token_ids"].tolist()
-    prompt, trajectory = decode_with_turns(record, turns)
-    sample = UNNUMBERED if head["sample"] is None else trajectory.sample_index
-    return prompt, replace(trajectory, sample_index=sample, **numbers)  # type: ignore[arg-type]
+        record["failure"] = {name: record.get(column) for name, column in names.items()}
+    for name in ("metrics", "rewards") if allow_infinite else ():  # which stand as texts
+        record[name] = {each: float(number) for each, number in record.get(name, {}).items()}
+    return record
 
 
-def _decode_turn(row: Mapping[str, Any], number: int, *, allow_infinite: bool) -> Turn:
-    added, response, parent = row["added_token_ids"], row["response_token_ids"], row["parent"]
-    if added is None or response is None or not len(response) or (parent is None and not len(added)):
-        raise ValueError("a turn has an empty prompt or response")
-    if parent is not None and not 0 <= parent < number:
-        raise ValueError(f"parent must be the number of an earlier turn or null; got {parent}")
-    logprobs = _or_none(row["logprobs"], np.float32)
-    if not allow_infinite:
-        finite(row["reward"], "reward")
-        if not np.isfinite(logprobs).all():
-            raise ValueError("a log-probability must be a finite number")
-    runs = row["versions"]
-    routed = NO_ROUTING
-    if row["routed_experts"] is not None:
-        shape = _or_none(row["routed_experts_shape"], np.int32).tolist()
+def _complete_turn(row: dict[str, Any]) -> None:
+    """Give a row what a turn of a line has in another form."""
+    _parse_json(row, ("observations", "tool_calls", "images"))
+    if "versions" in row:
+        row["weight_versions"] = row["versions"].tolist()
+    if "routed_experts" in row:
+        shape = row.get("routed_experts_shape", np.empty(0)).tolist()
         if min(shape, default=-1) < 0:
             raise ValueError(f"routed_experts_shape must be [tokens, layers, k]; got {shape}")
-        routed = row["routed_experts"].reshape(shape)
-    return Turn(
-        parent=parent,
-        added_token_ids=added,
-        response_token_ids=response,
-        response_logprobs=logprobs,
-        loss_mask=_or_none(row["loss_mask"], np.bool_),
-        response_text=row["text"] or "",
-        reward=row["reward"],
-        observations=messages(parse_json(row["observations"] or "[]"), "observations"),
-        tool_calls=messages(parse_json(row["tool_calls"] or "[]"), "tool_calls"),
-        stop_reason=StopReason(row["stop_reason"] or StopReason.STOP.value),
-        weight_versions=(VersionRun(0, 0),) if runs is None else tuple(VersionRun(*run) for run in runs.tolist()),
-        routed_experts=routed,
-        images=from_record(parse_json(row["images"] or "[]")),
-    )
+        row["routed_experts"] = row["routed_experts"].reshape(shape)
 
 
-def _or_none(column: NDArray[Any] | None, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.empty(0, dtype) if column is None else column
+def _parse_json(row: dict[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if text := row.pop(name, ""):
+            row[name] = parse_json(text)
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
-import httpx
-
 from skyrl_train.config import WandbConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system import in_time
@@ -159,6 +157,7 @@ def _server(environ: Mapping[str, str]) -> str:
 def _probe(server: str) -> None:
     """Raise where the server does not answer, or something in its place refuses everybody: through the proxies of this
     machine, as wandb asks it. Nothing of ours is sent, so that certificates are left to wandb."""
+    import httpx
 
     def ask() -> None:
         answer = httpx.get(server, timeout=PROBE_TIMEOUT_S, verify=False, follow_redirects=True)

@@ -5,7 +5,13 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter
-    from skyrl_train.trainers.checkpoints.changes import ResumeSettings, changes_since, flat_config, resume_settings
+    from skyrl_train.trainers.checkpoints.changes import (
+        ResumeSettings,
+        changes_since,
+        flat_config,
+        resume_settings,
+        settings_of,
+    )
     from skyrl_train.trainers.checkpoints.manifest import sha256_of, verify
     from skyrl_train.trainers.checkpoints.resume import Start, find_start, prepare_run_folder
     from skyrl_train.trainers.checkpoints.state import DataFingerprint, TrainerState, library_versions
@@ -27,6 +33,7 @@ __all__ = [
     "oldest_step",
     "prepare_run_folder",
     "resume_settings",
+    "settings_of",
     "sha256_of",
     "verify",
 ]

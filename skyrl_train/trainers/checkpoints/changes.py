@@ -12,20 +12,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_train.config import AnyConfig, Config
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config import AnyConfig, Config, RunConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, in_parts
 from skyrl_train.config.derived import reference_is_base
 from skyrl_train.config.door import as_typed
-from skyrl_train.config.fields import ForksWhere, Interchangeable, Resume, SchemaField, fact, seam_of, walk
+from skyrl_train.config.fields import ForksWhere, Interchangeable, Resume, SchemaField, fact, parts_of, seam_of, walk
 from skyrl_train.errors import Violation
-from skyrl_train.registry import TARGET
+from skyrl_train.registry import TARGET, split_spec
 from skyrl_train.telemetry.logs import REDACTED, redact
 from skyrl_train.trainers.checkpoints.state import plain
 
+_ALGORITHM = "trainer.algorithm."
 Flat = Mapping[str, Any]
 """Settings by their dotted names, as `flat_config` gives them."""
 _ANY_TEXT = r'(?:[^"\\]|\\.)*'
@@ -75,8 +76,20 @@ def flat_config(config: AnyConfig) -> dict[str, Any]:
         else:
             flat[name] = value
 
-    walk("", json.loads(json.dumps(redact(dataclasses.asdict(config)), default=plain)))
+    walk("", json.loads(json.dumps(redact(settings_of(config)), default=plain)))
     return flat
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The configuration as nested plain values, as a run records it: parts with all of their arguments, so that a default
+    that changes later does not change what the run was."""
+    settings = dataclasses.asdict(config)
+    for path, seam in parts_of(type(config)).items():
+        if seam.declares_arguments:
+            *sections, name = path.split(".")
+            section = reduce(dict.__getitem__, sections, settings)
+            section[name] = seam.complete(section[name])
+    return settings
 
 
 def begin_another(checkpoint: Path) -> str:
@@ -176,6 +189,8 @@ def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
         return Resume.FREE
     if field.resume is Resume.FIXED and not was_read:
         return Resume.FORKS  # the checkpoint holds nothing that could fail to fit
+    if (of_arguments := _meaning_of_arguments(field, old.get(name), new.get(name))) is not None:
+        return of_arguments
     alike = fact(field.annotation, Interchangeable)
     if alike is not None and old.get(name) in alike.values and new.get(name) in alike.values:
         return Resume.LAYOUT
@@ -185,6 +200,17 @@ def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
     if where is ForksWhere.DOCUMENTS_CLOSE_STEPS and new["trainer.docs_per_step"]:
         return Resume.FORKS
     return field.resume
+
+
+def _meaning_of_arguments(field: SchemaField, was: Any, now: Any) -> Resume | None:
+    """The strongest class of the arguments that changed of one part; None where another part was chosen."""
+    seam = seam_of(field.annotation)
+    if seam is None or not seam.declares_arguments or seam.name_of(was) != seam.name_of(now):
+        return None
+    declared = seam.arguments(was)
+    (_, old), (_, new) = (split_spec(seam.complete(spec)) for spec in (was, now))
+    changed = [fact(declared[key].annotation, Resume) or Resume.FORKS for key in declared if old[key] != new[key]]
+    return max(changed, key=[*Resume].index, default=None)
 
 
 def _is_read(field: SchemaField, flat: Flat) -> bool:
@@ -214,7 +240,8 @@ def _defaults(root: type) -> Flat:
 
 
 def _whole(flat: Flat, root: type) -> dict[str, Any]:
-    """A part with its arguments (`{_target_: ..., tau: 0.3}`) as one value; mappings of the user's entry by entry."""
+    """A part with its arguments (`{_target_: ..., tau: 0.3}`) as one value; mappings of the user's entry by entry. Settings
+    that became arguments since are in their parts."""
     whole: dict[str, Any] = {}
     for name, value in flat.items():
         field = _field_of(name, root)
@@ -222,14 +249,19 @@ def _whole(flat: Flat, root: type) -> dict[str, Any]:
             whole[name] = value
         else:
             whole.setdefault(field.path, {})[name.removeprefix(f"{field.path}.")] = value
+    algorithm = {name.removeprefix(_ALGORITHM): whole.pop(name) for name in [*whole] if name.startswith(_ALGORITHM)}
+    whole |= {f"{_ALGORITHM}{name}": value for name, value in in_parts(algorithm).tree.items()}
     return {name: _without_free(value, _field_of(name, root)) for name, value in whole.items()}
 
 
 def _without_free(value: Any, field: SchemaField | None) -> Any:
-    """Return a part, or a list of them, without the arguments on which nothing that is learnt depends."""
+    """Return a part, or a list of them, without the arguments on which nothing that is learnt depends, or that are at their
+    defaults."""
     seam = None if field is None else seam_of(field.annotation)
     if seam is None:
         return value
+    if seam.declares_arguments:
+        return seam.normal(value)
     if isinstance(value, list):
         return [_without_free(each, field) for each in value]
     builtin = seam.builtins.get(str(value.get(TARGET))) if isinstance(value, Mapping) else None

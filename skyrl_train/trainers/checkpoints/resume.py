@@ -19,6 +19,7 @@ from typing import Any
 
 from skyrl_train.config.fields import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation, counted
+from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.registry import code_digests
 from skyrl_train.system.files import read_json, whole_number, write_json
 from skyrl_train.telemetry import RunFolder, cut_metrics_after, environment_of_run
@@ -29,6 +30,7 @@ from skyrl_train.trainers.checkpoints.state import DataFingerprint, Totals, Trai
 from skyrl_train.trainers.checkpoints.store import HISTORY, CheckpointStore
 from skyrl_train.trainers.evaluation.report import cut_evaluations_after
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
+from skyrl_train.trainers.steps import Learners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,3 +255,14 @@ def _version_changes(old: Mapping[str, str], settings: Mapping[str, Any]) -> lis
         if old.get(file, digest) != digest
     ]
     return [*libraries, *files]
+
+
+def checkpointed_models(learners: Learners, start: Start, *, ref_update_interval: int) -> dict[str, Learner | Scorer]:
+    """The models that a checkpoint holds, by the names of their folders: a reference that stays what it was at the start
+    is not among them. One that moved before the run was forked is, though it moves no more."""
+    models: dict[str, Learner | Scorer] = {"policy": learners.policy}
+    if learners.critic is not None:
+        models["critic"] = learners.critic
+    if learners.reference is not None and (ref_update_interval > 0 or start.holds_reference):
+        models["reference"] = learners.reference
+    return models

@@ -15,11 +15,12 @@ from tests.support.advantage_oracles import (
     advantage_error,
     advantage_inputs_of,
     by_trajectory,
+    estimator_with_arguments,
 )
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce++_baseline", "maxrl", "opo")
-OUTCOME = AlgorithmConfig(gamma=0.9, gae_lambda=0.8)
-TURN_RETURN = AlgorithmConfig(gamma=0.9, gae_lambda=0.8, step_rewards="turn_return")
+OUTCOME = AlgorithmConfig(gamma=0.9)
+TURN_RETURN = AlgorithmConfig(gamma=0.9, step_rewards="turn_return")
 
 
 def sample(*rewards: float, prompt: int = 0, actions: int = 2, failed: bool = False) -> Sample:
@@ -36,7 +37,7 @@ def advantages(
     name: str, samples: list[Sample], config: AlgorithmConfig, *, step_wise: bool = False
 ) -> list[list[float]]:
     inputs = advantage_inputs_of(samples, step_wise=step_wise)
-    return by_trajectory(ADVANTAGE_ESTIMATORS[name](inputs, config).advantages, inputs, len(samples))
+    return by_trajectory(estimator_with_arguments(name)(inputs, config).advantages, inputs, len(samples))
 
 
 def test_every_registered_estimator_has_an_oracle() -> None:
@@ -89,14 +90,14 @@ def test_opo_weighs_the_baseline_by_length() -> None:
 
 def test_gae_of_two_tokens_by_hand() -> None:
     inputs = advantage_inputs_of([Sample(prompt=0, steps=[step(1.0, 0.5, 0.25)])], step_wise=False)
-    output = gae(inputs, AlgorithmConfig(gamma=0.5, gae_lambda=0.5))
+    output = gae(inputs, AlgorithmConfig(gamma=0.5), gae_lambda=0.5)
     # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.5 * 0.25 - 0.5 = -0.375; A_0 = -0.375 + 0.25 * 0.75 = -0.1875
     assert output.advantages.tolist() == [[0.0, -0.1875, 0.75]]
     assert output.returns.tolist() == [[0.0, 0.3125, 1.0]]
 
 
 def test_gae_skips_observation_tokens_and_continues_in_the_next_turn() -> None:
-    config = AlgorithmConfig(gamma=0.9, gae_lambda=0.7)
+    config = AlgorithmConfig(gamma=0.9)
     turns = [step(0.5, 0.1, 0.2, context=2), step(1.0, 0.3, context=3)]
     unbroken = [step(0.0, 0.1), step(0.5, 0.2, context=0), step(1.0, 0.3, context=0)]
     apart = advantages("gae", [Sample(prompt=0, steps=turns)], config, step_wise=True)

@@ -34,7 +34,7 @@ def token_oracle(value: float, old: float, target: float, clip: float) -> tuple[
 def test_loss_and_gradient_equal_the_formula(clip: float) -> None:
     for seed in range(20):
         batch = inputs(seed)
-        losses = value_loss(batch, AlgorithmConfig(value_clip=clip)).token_losses
+        losses = value_loss(batch, AlgorithmConfig(), value_clip=clip).token_losses
         (gradient,) = torch.autograd.grad(losses.sum(), batch.values)
         for row, position in batch.loss_mask.nonzero().tolist():
             numbers = [float(c[row, position].detach()) for c in (batch.values, batch.old_values, batch.returns)]
@@ -48,7 +48,7 @@ def test_loss_and_gradient_equal_the_formula(clip: float) -> None:
 def test_metrics_are_means_over_trained_tokens() -> None:
     ones = torch.ones(1, 2)
     batch = ValueLossInputs(values=3 * ones, old_values=ones, returns=2 * ones, loss_mask=torch.tensor([[True, False]]))
-    metrics = value_loss(batch, AlgorithmConfig(value_clip=0.5)).metrics
+    metrics = value_loss(batch, AlgorithmConfig(), value_clip=0.5).metrics
     assert {name: metric.value for name, metric in metrics.items()} == {
         "critic/value_loss": 0.5,
         "critic/clip_fraction": 0.0,
@@ -71,7 +71,7 @@ def test_values_that_are_the_old_ones_but_for_rounding_are_not_clipped_and_have_
         batch = ValueLossInputs(
             values=moved.requires_grad_(), old_values=old, returns=returns, loss_mask=drawn.loss_mask
         )
-        output = value_loss(batch, AlgorithmConfig(value_clip=0.2))
+        output = value_loss(batch, AlgorithmConfig(), value_clip=0.2)
         assert output.metrics["critic/clip_fraction"].value == 0
         found.append(torch.autograd.grad(output.token_losses.sum(), batch.values)[0])
     for gradient in found[1:]:

@@ -22,12 +22,12 @@ DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read
 
 def test_the_table_has_every_registered_name_and_small_errors() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| .* \| ([\d.e+-]+) \|$", DOCUMENT, flags=re.MULTILINE)
-    assert [name for name, _ in rows] == [*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES]
+    assert sorted(name for name, _ in rows) == sorted([*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES])
     assert max(float(error) for _, error in rows) < 1e-13
 
 
 def test_the_script_measures_what_the_table_says() -> None:
-    written = algorithm_table.rewrite(DOCUMENT, algorithm_table.table(num_cases=1))
+    written = algorithm_table.rewrite(DOCUMENT, num_cases=1)
     blank = re.compile(r"\| [\d.e+-]+ \|$", flags=re.MULTILINE)
     assert blank.sub("|", written) == blank.sub("|", DOCUMENT)
 

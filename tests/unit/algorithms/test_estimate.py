@@ -13,7 +13,12 @@ from skyrl_train.algorithms.estimate import estimate_advantages, groups_of_whole
 from skyrl_train.batch import BatchMetadata, TrainingInputBatch, component_column, offsets_of
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError
-from tests.support.advantage_oracles import advantage_inputs_of, random_samples
+from tests.support.advantage_oracles import (
+    ADVANTAGE_ARGUMENTS,
+    advantage_inputs_of,
+    estimator_with_arguments,
+    random_samples,
+)
 
 
 def batch_of(inputs: AdvantageInputs) -> TrainingInputBatch:
@@ -203,7 +208,7 @@ def test_token_positions_of_rows_in_any_order() -> None:
 
 
 def undeclared(inputs: AdvantageInputs, config: AlgorithmConfig, *, name: str) -> AdvantageOutput:
-    output: AdvantageOutput = ADVANTAGE_ESTIMATORS[name](inputs, config)
+    output: AdvantageOutput = estimator_with_arguments(name)(inputs, config)
     return output
 
 
@@ -213,7 +218,11 @@ def test_tokens_that_our_estimators_do_not_read_are_left_out(name: str, step_rew
     """As a custom part that declares nothing, the same function is shown whole rows and every column."""
     for seed in range(4):
         batch = batch_of(advantage_inputs_of(random_samples(seed, binary_rewards=True), step_wise=seed % 2 == 0))
-        config = AlgorithmConfig(advantage_estimator=name, step_rewards=step_rewards, gamma=0.9, gae_lambda=0.8)  # type: ignore[arg-type]
+        config = AlgorithmConfig(
+            advantage_estimator={"_target_": name, **ADVANTAGE_ARGUMENTS.get(name, {})},
+            step_rewards=step_rewards,
+            gamma=0.9,
+        )  # type: ignore[arg-type]
         whole = replace(config, advantage_estimator={"_target_": "test_estimate:undeclared", "name": name})
         found, expected = estimate_advantages(batch, config), estimate_advantages(batch, whole)
         assert torch.equal(found["advantages"], expected["advantages"])

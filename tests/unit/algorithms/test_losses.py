@@ -12,15 +12,16 @@ from skyrl_train.algorithms.losses.policy import POLICY_LOSSES, PolicyLossInputs
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError, ConfigError
 from skyrl_train.telemetry import Max, Min, merge_metrics
-from tests.support.loss_oracles import LOSS_ORACLES, columns_of, loss_error, random_loss_inputs
+from tests.support.loss_oracles import (
+    LOSS_CASES,
+    LOSS_ORACLES,
+    LossCase,
+    columns_of,
+    loss_error,
+    loss_with,
+    random_loss_inputs,
+)
 
-CONFIGS = [
-    AlgorithmConfig(),
-    AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.6, clip_ratio_c=1.3, sapo_tau_neg=2.0, dppo_max_ratio=1.2),
-    AlgorithmConfig(clip_cov_low=0.1, clip_cov_share=0.3, kl_cov_share=0.3, kl_cov_coef=0.5),
-    AlgorithmConfig(eps_clip_low=0.02, eps_clip_high=0.03, dppo_divergence="kl"),
-    AlgorithmConfig(sequence_unit="trajectory", vespo_k_pos=1.0, vespo_lambda_neg=0.5),
-]
 ALL = sorted(POLICY_LOSSES)
 
 
@@ -41,9 +42,7 @@ def loss_of(name: str, inputs: PolicyLossInputs, config: AlgorithmConfig | None 
     return float(POLICY_LOSSES[name](inputs, config or AlgorithmConfig()).token_losses.detach().sum())
 
 
-def gradient_on_policy(
-    name: str, config: AlgorithmConfig, dtype: torch.dtype, noise: float, seed: int | None
-) -> Tensor:
+def gradient_on_policy(name: str, case: LossCase, dtype: torch.dtype, noise: float, seed: int | None) -> Tensor:
     """The gradient where old and rollout log-probabilities are the policy's but for random noise (None: exactly).
 
     One turn in three consists of tokens that the policy is certain of, whose log-probabilities are all 0 but for noise.
@@ -65,15 +64,16 @@ def gradient_on_policy(
         advantages=drawn.advantages.to(dtype),
         loss_mask=drawn.loss_mask,
     )
-    (gradient,) = torch.autograd.grad(POLICY_LOSSES[name](inputs, config).token_losses.sum(), inputs.logprobs)
+    config, arguments = case
+    (gradient,) = torch.autograd.grad(loss_with(name, arguments)(inputs, config).token_losses.sum(), inputs.logprobs)
     return gradient
 
 
 def test_the_penalty_of_kl_cov_is_flat_within_the_rounding_of_the_type_that_computed() -> None:
-    config = AlgorithmConfig(kl_cov_share=1.0, kl_cov_coef=1.0)
+    loss = loss_with("kl_cov", {"kl_cov": {"share": 1.0, "coef": 1.0}})
     for ratio, dtype, expected in ((1.01, None, 1.0), (1.01, torch.bfloat16, 0.0), (1.2, torch.bfloat16, 1.0)):
         inputs = replace(one_token(ratio, 0.0), compute_dtype=dtype)
-        losses = POLICY_LOSSES["kl_cov"](inputs, config).token_losses
+        losses = loss(inputs, AlgorithmConfig()).token_losses
         (slope,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
         assert float(slope) == expected
         assert float(losses.detach()) == pytest.approx(math.log(ratio)), "the value is exact everywhere"
@@ -106,10 +106,10 @@ def test_every_registered_loss_has_an_oracle() -> None:
     assert set(LOSS_ORACLES) == set(POLICY_LOSSES)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("case", LOSS_CASES)
 @pytest.mark.parametrize("name", ALL)
-def test_loss_and_gradient_equal_the_formula(name: str, config: AlgorithmConfig) -> None:
-    assert max(loss_error(name, seed, config) for seed in range(10)) < 1e-13
+def test_loss_and_gradient_equal_the_formula(name: str, case: LossCase) -> None:
+    assert max(loss_error(name, seed, case) for seed in range(10)) < 1e-13
 
 
 def test_regular_clips_a_good_token_above_and_a_bad_one_below() -> None:
@@ -203,9 +203,10 @@ class TestEveryLoss:
         assert torch.isfinite(gradient).all()
 
     def test_grouping_rows_into_micro_batches_changes_nothing(self, name: str) -> None:
-        config = CONFIGS[2]
+        config, arguments = LOSS_CASES[2]
+        loss = loss_with(name, arguments)
         inputs = random_loss_inputs(4, num_rows=6)
-        whole = POLICY_LOSSES[name](inputs, config)
+        whole = loss(inputs, config)
         (expected,) = torch.autograd.grad(whole.token_losses.sum(), inputs.logprobs)
         for sizes in ([1] * 6, [2, 4], [5, 1]):
             outputs, start = [], 0
@@ -214,7 +215,7 @@ class TestEveryLoss:
                     key: None if column is None else column[start : start + size]
                     for key, column in vars(inputs).items()
                 }
-                outputs.append(POLICY_LOSSES[name](PolicyLossInputs(**columns), config))
+                outputs.append(loss(PolicyLossInputs(**columns), config))
                 start += size
             joined = torch.cat([output.token_losses for output in outputs])
             (gradient,) = torch.autograd.grad(joined.sum(), inputs.logprobs)
@@ -231,7 +232,8 @@ class TestEveryLoss:
             **{key: torch.nn.functional.pad(column, (0, 4)) for key, column in columns_of(inputs).items()}  # type: ignore[arg-type]
         )
         width = inputs.loss_mask.shape[1]
-        narrow_losses, wide_losses = (POLICY_LOSSES[name](one, CONFIGS[2]).token_losses for one in (inputs, wide))
+        config, arguments = LOSS_CASES[2]
+        narrow_losses, wide_losses = (loss_with(name, arguments)(one, config).token_losses for one in (inputs, wide))
         assert torch.allclose(wide_losses[:, :width], narrow_losses, rtol=0, atol=1e-15)
 
     def test_works_in_the_dtype_of_its_inputs_and_leaves_them_alone(self, name: str) -> None:
@@ -262,16 +264,17 @@ class TestEveryLoss:
             assert isinstance(metric, Min | Max) or getattr(metric, "weight", None) == float(inputs.loss_mask.sum())
 
     @pytest.mark.parametrize(
-        "config", [*CONFIGS, AlgorithmConfig(eps_clip_low=0.0, eps_clip_high=0.0, clip_cov_low=0.0)]
+        "case",
+        [*LOSS_CASES, (AlgorithmConfig(eps_clip_low=0.0, eps_clip_high=0.0), {"clip_cov": {"low": 0.0}})],
     )
     @pytest.mark.parametrize(
         ("dtype", "noise", "tolerance"), [(torch.float64, 1e-14, 1e-11), (torch.float32, 2e-6, 1e-4)]
     )
     def test_rounding_between_scoring_and_training_decides_nothing(
-        self, name: str, config: AlgorithmConfig, dtype: torch.dtype, noise: float, tolerance: float
+        self, name: str, case: LossCase, dtype: torch.dtype, noise: float, tolerance: float
     ) -> None:
         """Before the first optimizer step the policy's log-probabilities are the old ones but for rounding."""
-        expected, *found = (gradient_on_policy(name, config, dtype, noise, seed) for seed in (None, 0, 1, 2))
+        expected, *found = (gradient_on_policy(name, case, dtype, noise, seed) for seed in (None, 0, 1, 2))
         assert float(expected.norm()) > 0
         for gradient in found:
             assert float((gradient - expected).norm() / expected.norm()) < tolerance

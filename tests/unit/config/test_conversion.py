@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from skyrl_train.config.door.load import Conversion
+from skyrl_train.config.door.load import read_root
 from skyrl_train.config.fields.facts import Range
 from skyrl_train.errors import Violation
 
@@ -27,11 +27,13 @@ class Car:
     size: tuple[float, float] = (2.0, 4.5)
     extras: Mapping[str, Any] = field(default_factory=dict)
     engine: Engine = field(default_factory=Engine)
+    spare: Engine = field(default_factory=lambda: Engine(power=0.5, fuel="diesel"))
+    top_speed: Annotated[float, Range(0.0, exclusive_min=True)] | None = 180.0
 
 
 def read(**given: Any) -> tuple[Car, list[Violation]]:
-    conversion = Conversion(Car)
-    return conversion.section(Car, given), conversion.violations
+    loaded = read_root(given, Car)
+    return loaded.config, list(loaded.violations)
 
 
 def accepted(**given: Any) -> Car:
@@ -163,6 +165,22 @@ def test_a_choice_lists_the_choices_and_the_nearest() -> None:
 )
 def test_containers_have_their_shape(given: dict[str, Any], rule: str) -> None:
     assert refused(**given).rule == rule
+
+
+def test_every_item_of_a_list_that_is_wrong_is_told() -> None:
+    car, violations = read(wheels=["a", None, "b", True])
+    assert [violation.rule for violation in violations] == ["must be text (item 1)", "must be text (item 3)"]
+    assert car == Car()
+
+
+def test_the_range_of_an_optional_value_holds() -> None:
+    assert accepted(top_speed=None).top_speed is None
+    assert refused(top_speed=0.0).rule == "must be greater than 0"
+
+
+def test_what_a_section_leaves_out_or_gets_wrong_is_as_the_sections_around_it_have_it() -> None:
+    assert accepted(spare={"fuel": "petrol"}).spare == Engine(power=0.5, fuel="petrol")
+    assert refused(spare={"power": 0.0}).remedy == "try spare.power=0.5"
 
 
 def test_a_missing_value_says_what_to_set_wherever_it_is() -> None:

@@ -30,7 +30,7 @@ from skyrl_train.trainers import Observers, RunEvent, StepFacts
 from skyrl_train.types import RolloutBatch
 from tests.support.advantage_oracles import advantage_inputs_of, random_samples
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.support.loss_oracles import random_loss_inputs
+from tests.support.loss_oracles import loss_with, random_loss_inputs
 
 PARTS = parts_of(Config)
 OPTIONAL = ("values", "old_logprobs", "ref_logprobs", "sum_pi_squared", "greedy_rewards", "reward_components")
@@ -77,9 +77,9 @@ def test_a_tokenwise_loss_reads_nothing_of_other_tokens(name: str) -> None:
     one_a_row = {
         column: value.flatten().unsqueeze(1) for column, value in vars(inputs).items() if torch.is_tensor(value)
     }
-    config = AlgorithmConfig(clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
-    whole = POLICY_LOSSES[name](inputs, config).token_losses.flatten()
-    apart = POLICY_LOSSES[name](PolicyLossInputs(**one_a_row), config).token_losses.flatten()
+    loss = loss_with(name, {"clip_cov": {"share": 0.3, "low": 0.0}, "kl_cov": {"share": 0.3}})
+    whole = loss(inputs, AlgorithmConfig()).token_losses.flatten()
+    apart = loss(PolicyLossInputs(**one_a_row), AlgorithmConfig()).token_losses.flatten()
     assert torch.equal(whole, apart) == POLICY_LOSSES.reads(name).tokenwise
 
 
@@ -257,9 +257,7 @@ def test_a_part_with_settings_of_its_own_takes_no_arguments() -> None:
 def test_a_critic_is_asked_for_by_whatever_reads_values() -> None:
     config = Config(trainer=TrainerConfig(algorithm=AlgorithmConfig(policy_loss=LOSS)))
     found = {violation.field: violation.rule for violation in validate_config(config)}
-    assert found == {
-        "critic.model.path": "must be given: policy_loss=test_parts:of_everything(tau=0.25) needs a value model"
-    }
+    assert found == {"critic.model.path": "must be given: policy_loss=test_parts:of_everything needs a value model"}
 
 
 # Further parts that a loss, the loop or the record is made of.

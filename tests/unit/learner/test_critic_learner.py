@@ -58,7 +58,8 @@ def make_critic(
         optimizer=OptimizerConfig(lr=lr),
         total_optimizer_steps=10,
     )
-    return CriticLearner(engine, model=config, algorithm=AlgorithmConfig(value_clip=value_clip))
+    loss = {"_target_": "clipped", "value_clip": value_clip}
+    return CriticLearner(engine, model=config, algorithm=AlgorithmConfig(critic_loss=loss))
 
 
 def with_targets(batch: TrainingInputBatch, old_values: Tensor | None = None) -> TrainingInputBatch:

@@ -9,7 +9,7 @@ import torch
 
 from skyrl_train.batch.steps import MiniBatch, close_mini_batch
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.learner.policy import BaseOfAdapter
+from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.learner.shared_device import LearnerOnSharedDevice
 from skyrl_train.weight_sync import DeviceSharing
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model

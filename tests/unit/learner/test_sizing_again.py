@@ -17,7 +17,8 @@ from skyrl_train.learner.memory.probe import Prober
 from skyrl_train.learner.memory.report import SizingReport, read_reports
 from skyrl_train.learner.memory.sizing import SizingLimits, make_meter, size_run
 from skyrl_train.learner.memory.sizing import size_micro_batches as size_alone
-from skyrl_train.learner.policy import BaseOfAdapter, PolicyLearner
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.plan.memory import memory_lines, plan_memory
 from tests.support.layout_cases import close
 from tests.support.learner_cases import make_batch, make_learner, policy_of, save_tiny_model

@@ -201,6 +201,13 @@ def test_workers_import_what_they_need_under_another_interpreter(tmp_path: Path)
     assert "No module named 'only_there'" in str(violation)
 
 
+def test_a_worker_loads_neither_the_schema_nor_what_reads_and_checks_it() -> None:
+    code = "import sys, skyrl_train.rollout.hosts.worker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    unneeded = {f"skyrl_train.config.{name}" for name in ("schema", "sft", "docs", "door", "rules", "derived")}
+    assert unneeded & {*done.stdout.split()} == set()
+
+
 def test_an_interpreter_that_is_not_there_is_refused() -> None:
     (violation,) = violations_in_process([COUNTING], "/no/such/bin/python")
     assert str(violation).startswith(

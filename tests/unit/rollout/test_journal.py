@@ -126,6 +126,22 @@ def test_a_file_that_is_no_journal_is_refused_by_its_line(tmp_path: Path, line: 
         Journal(path, prompts="p")
 
 
+def test_what_is_no_group_or_no_answer_is_refused_by_its_field(tmp_path: Path, loop: LoopThread) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, prompts="p")
+    keep(journal, loop, make_output([3]))
+    loop.run(journal.keep_group(0, make_prompts(1)[0], (make_trajectory(),)))
+    journal.close()
+    content = path.read_bytes().replace(b'"reward": ', b'"reward": "1", "before": ')
+    path.write_bytes(content.replace(b'"tokens": [3]', b'"tokens": [3, "4"]'))
+    again = Journal(path, prompts="p")
+    with pytest.raises(DataError, match=r"group 0 cannot be read \(turn 0: reward must be a finite number; got '1'\)"):
+        again.group(0)
+    with pytest.raises(DataError, match=r"-000 cannot be read \(tokens\[1\] must be a whole number .*; got '4'\)"):
+        again.turn(request())
+    again.close()
+
+
 def test_a_journal_of_other_prompts_is_refused(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(whole)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from skyrl_train.errors import DeadlineError, EngineError, SkyrlTrainError
 from skyrl_train.runs.cli import exits
 from skyrl_train.runs.cli.exits import exit_on_errors
-from skyrl_train.runs.common import Parts
+from skyrl_train.runs.task import Parts
 from skyrl_train.telemetry.logs import RunConsole, stacks
 
 NODE = OmegaConf.create({"output_dir": "outputs"})
@@ -119,7 +119,7 @@ from omegaconf import OmegaConf
 from skyrl_train.runs.cli import exits
 from skyrl_train.errors import EngineError
 exits.CLOSE_TIMEOUT_S = 0.3
-from skyrl_train.runs.common import Parts
+from skyrl_train.runs.task import Parts
 from skyrl_train.telemetry.logs.console import RunConsole
 with exits.exit_on_errors(OmegaConf.create({"output_dir": "x"})) as ending, Parts(RunConsole(), ending.begins) as parts:
     parts.callback(threading.Event().wait)

@@ -17,7 +17,8 @@ from skyrl_train.config.placement import missing_room
 from skyrl_train.config.rules import validate_config
 from skyrl_train.distributed import is_broken_collective
 from skyrl_train.errors import ActorError, ActorLostError, ConfigError, EngineError, MemoryLimitError, StopRequested
-from skyrl_train.runs.restarts import Restarts, run_with_restarts, smaller
+from skyrl_train.runs.drive import run_with_restarts
+from skyrl_train.runs.restarts import Restarts, smaller
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers.checkpoints import resume_settings

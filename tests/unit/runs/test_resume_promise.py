@@ -8,8 +8,7 @@ import pytest
 
 from skyrl_train.config import Config
 from skyrl_train.config.models import GeneratorConfig, PlatformConfig, SamplingConfig
-from skyrl_train.runs.common import resume_promise
-from skyrl_train.runs.rl import describe
+from skyrl_train.runs.resolve import first_lines, resume_promise
 
 GPU = PlatformConfig(name="gpu", device="cuda:0")
 ENGINE_SEEDS = GeneratorConfig(backend="vllm", seeds="engine")
@@ -32,18 +31,17 @@ ENGINE_SEEDS = GeneratorConfig(backend="vllm", seeds="engine")
     ],
 )
 def test_a_resume_is_promised_to_be_what_it_is(config: Config, promise: str) -> None:
-    own_seeds = config.generator.seeds == "engine"
-    assert resume_promise(config, engine_seeds=own_seeds) == promise
-    assert f"resume      {promise}" in describe(config) or promise == "identical"
+    assert resume_promise(config) == promise
+    assert f"resume      {promise}" in first_lines(config) or promise == "identical"
 
 
 def test_seeds_of_requests_promise_nothing_less() -> None:
     config = replace(Config(), generator=replace(ENGINE_SEEDS, seeds="request"))
-    assert not any(line.startswith("resume") for line in describe(config))
+    assert not any(line.startswith("resume") for line in first_lines(config))
 
 
 def test_how_evaluation_samples_is_told_where_it_differs() -> None:
     shorter = replace(Config().generator, eval_sampling=SamplingConfig(max_generate_length=16))
-    told = [line for line in describe(replace(Config(), generator=shorter)) if line.startswith("evaluation")]
+    told = [line for line in first_lines(replace(Config(), generator=shorter)) if line.startswith("evaluation")]
     assert told == ["evaluation  samples with max_generate_length=16 (training: 64)"]
-    assert not any(line.startswith("evaluation") for line in describe(Config()))
+    assert not any(line.startswith("evaluation") for line in first_lines(Config()))

@@ -15,8 +15,8 @@ from skyrl_train.config import Config, SFTConfig, SFTDataConfig
 from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import DataError
+from skyrl_train.runs import load_data
 from skyrl_train.runs.construction.sft_data import load_sft_data
-from skyrl_train.runs.rl import load_data
 from tests.support.tool_cases import ADD, model_with_tools
 from tests.support.vision_runs import png
 
@@ -84,7 +84,7 @@ import sys
 from skyrl_train.config.data.sources import DataConfig, EnvironmentConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import DataError
-from skyrl_train.runs.rl import train
+from skyrl_train.runs import train
 def tell(data, env_class, reward=None):
     environment = EnvironmentConfig(env_class=env_class, reward=reward, isolation="thread")
     config = Config(output_dir={str(tmp_path / "run")!r}, data=DataConfig(train=(data,)), environment=environment)

@@ -11,7 +11,6 @@ import pytest
 from skyrl_train.config import SFTConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.runs.construction.sft_data import SFTData, build_stream, load_sft_data, plan_sft
-from skyrl_train.runs.sft import step_settings
 from tests.support.sft_cases import chat, write_jsonl
 
 
@@ -42,8 +41,8 @@ def test_the_weight_of_a_folder_is_that_of_each_of_its_files(tmp_path: Path, sou
     config, data = load(tmp_path, train=sources, weights=(0.5, 2.0))
     assert data.train.source_sizes == (4, 2, 3)
     assert data.weights == (0.5, 0.5, 2.0)
-    assert plan_sft(step_settings(config), data).num_examples_per_epoch == 2 + 1 + 6
-    used = build_stream(step_settings(config), data).take(0).indices.tolist()
+    assert plan_sft(config, data).num_examples_per_epoch == 2 + 1 + 6
+    used = build_stream(config, data).take(0).indices.tolist()
     assert [data.train.name(index) for index in used] == ["a-0", "a-1"]
 
 
@@ -56,18 +55,18 @@ def test_a_limit_that_ends_before_a_source_leaves_its_weight_out(tmp_path: Path,
 def test_weights_that_leave_nothing_are_refused(tmp_path: Path, sources: tuple[str, str]) -> None:
     config, data = load(tmp_path, train=sources, weights=(0.0, 0.0))
     with pytest.raises(ConfigError, match=r"data\.weights"):
-        plan_sft(step_settings(config), data)
+        plan_sft(config, data)
 
 
 def test_steps_follow_from_epochs_and_weights(tmp_path: Path, sources: tuple[str, str]) -> None:
     config, data = load(tmp_path, train=sources, weights=(1.0, 2.0))
     three = replace(config, trainer=replace(config.trainer, num_epochs=3))
-    assert (plan_sft(step_settings(config), data).total_steps, plan_sft(step_settings(three), data).total_steps) == (
+    assert (plan_sft(config, data).total_steps, plan_sft(three, data).total_steps) == (
         6,
         18,
     )
     five = replace(config, trainer=replace(config.trainer, num_steps=5))
-    assert plan_sft(step_settings(five), data).total_steps == 5
+    assert plan_sft(five, data).total_steps == 5
 
 
 def test_each_entry_of_validation_is_a_set_with_a_name_of_its_own(tmp_path: Path, sources: tuple[str, str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import ONE_SCORE, REWARD_RULES, reward_entries, with_reward_components
 from skyrl_train.config.models import PlacementConfig
 from skyrl_train.config.rules import validate_config
-from skyrl_train.errors import ConfigError, DataError, ModelError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollout.hosts.scoring import check_reward_columns, reward_problems, server_problems
-from skyrl_train.runs.construction import reward_models, with_reward_weights
 from skyrl_train.trainers.checkpoints import changes_since, flat_config
 from skyrl_train.types import Prompt
-from tests.support.reward_model_cases import save_reward_model
 
 JUDGE = {"_target_": "judge", "url": "http://127.0.0.1:9", "model": "m"}
 
@@ -131,25 +128,6 @@ def test_where_a_judge_is_and_how_it_is_asked_may_change_and_what_it_is_asked_ma
     assert changed(alone, replace(Config(), environment=EnvironmentConfig(reward=moved))) == []
     other = replace(Config(), environment=EnvironmentConfig(reward={**JUDGE, "template": "{completion}!"}))
     assert changed(alone, other) == ["environment.reward"]
-
-
-def test_the_weights_of_a_reward_model_are_part_of_the_run(tmp_path: Path) -> None:
-    model = {"_target_": "model", "path": str(save_reward_model(tmp_path))}
-    config = with_reward_weights(config_of(JUDGE, {**model, "weight": 0.5}))
-    assert config.environment.rewards[0] == JUDGE
-    pinned = config.environment.rewards[1]
-    assert isinstance(pinned, dict)
-    assert {**pinned, "weights": ""} == {**model, "weight": 0.5, "weights": ""}
-    assert str(pinned["weights"]).startswith("sha256:")
-    assert [reward.weights for _, reward in reward_models(config.environment)] == [pinned["weights"]]
-    save_reward_model(tmp_path, seed=1)
-    other = with_reward_weights(config_of(JUDGE, {**model, "weight": 0.5}))
-    found = changes_since(flat_config(config), flat_config(other), Config)
-    assert [each.setting for each in found] == ["environment.rewards"]
-    plain = config_of(JUDGE)
-    assert with_reward_weights(plain) is plain
-    with pytest.raises(ModelError, match="no such folder"):
-        with_reward_weights(config_of({**model, "path": str(tmp_path / "nothing")}))
 
 
 def test_a_reward_that_cannot_be_made_is_a_configuration_error() -> None:
