@@ -15,7 +15,8 @@ TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.selftest.cases import Context, SkipCase
     from skyrl_train.selftest.machine import Machine
+    from skyrl_train.selftest.processes import run_body
 
-__all__ = ["Context", "Machine", "SkipCase"]
+__all__ = ["Context", "Machine", "SkipCase", "run_body"]
 
 __getattr__ = lazily(__name__)

@@ -55,8 +55,7 @@ def environment(code: str) -> None:
 
 
 def agent(code: str) -> None:
-    from skyrl_train.rollout.agents import sandbox
-    from skyrl_train.rollout.agents.launchers import Launcher
+    from skyrl_train.rollout.agents import Launcher, sandbox
 
     async def play() -> None:
         sandbox.GRACE_S = 0.5
@@ -77,14 +76,14 @@ def code_reward(code: str) -> None:
 
 
 def self_test(code: str) -> None:
-    from skyrl_train.selftest.processes import run_body
+    from skyrl_train.selftest import run_body
 
     found = run_body("a case", f"{_THIS}:attack", {"code": code}, deadline_s=DEADLINE_S, devices=["cpu"])
     assert found.detail in ("ended", f"still running after {DEADLINE_S:g} s, and killed"), found
 
 
 def engine(code: str) -> None:
-    from skyrl_train.inference.vllm.processes import EngineProcesses
+    from skyrl_train.inference.vllm import EngineProcesses
 
     processes = EngineProcesses()
     with processes.starting({}):

@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from skyrl_train.inference.vllm import core
     from skyrl_train.inference.vllm.core import COLLECTS_AFTER, Running
     from skyrl_train.inference.vllm.engine import VLLMEngine
+    from skyrl_train.inference.vllm.processes import EngineProcesses
     from skyrl_train.inference.vllm.settings import sampling_arguments, vllm_settings
     from skyrl_train.inference.vllm.tools import make_tool_parser, vllm_tool_parser
 
 __all__ = [
     "COLLECTS_AFTER",
+    "EngineProcesses",
     "Running",
     "VLLMEngine",
     "core",

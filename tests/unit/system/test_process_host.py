@@ -80,5 +80,8 @@ def test_what_is_asked_to_end_has_its_time_for_it(host: ProcessHost, start: Star
 def test_the_end_of_a_supervisor_is_that_of_its_processes(host: ProcessHost, start: Start) -> None:
     started = start(sys.executable, "-S", "-c", "import os, time; os.kill(os.getppid(), 9); time.sleep(60)")
     assert end_of(started) == "was ended with its supervisor, which was ended by SIGKILL"
+    ends = time.monotonic() + 10
+    while is_running(started.process) and time.monotonic() < ends:
+        time.sleep(0.01)
     assert not is_running(started.process)
     assert end_of(start("true")) == "was ended by SIGKILL"
