@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from skyrl_train.system.processes.process_tree import kill
 
 DirectProcess: TypeAlias = subprocess.Popen[bytes]
 _REPORT_WITHIN_S = 2.0
-"""Of a supervisor that closed its connection, to end."""
+"""Of a supervisor, to take a message in, and to end after it closed its connection."""
 CLOSE_WITHIN_S = 10.0
 _CHUNK = 1 << 18
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
@@ -192,14 +193,19 @@ class ProcessHost:
             self._loop = None
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Raises OSError, too, where it does not take the message now."""
+        """Raises OSError, too, where the message is not taken."""
         if self.lost:
             raise ConnectionError(self.lost)
         self._process.send_signal(signal.SIGCONT)  # a process of its may have stopped it
         data = frame(message)
-        if socket.send_fds(self._connection, [data], list(descriptors)) < len(data):
-            self._connection.shutdown(socket.SHUT_WR)  # half a message is the end
-            raise ConnectionError("it does not take messages")
+        sent = socket.send_fds(self._connection, [data], list(descriptors))
+        room = select.poll()
+        room.register(self._connection, select.POLLOUT)
+        while sent < len(data):
+            if not room.poll(1e3 * _REPORT_WITHIN_S):
+                self._connection.shutdown(socket.SHUT_WR)  # half a message is the end
+                raise ConnectionError("it does not take messages")
+            sent += self._connection.send(data[sent:])
 
     def _wait_end(self, within_s: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
