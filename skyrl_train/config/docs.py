@@ -52,6 +52,13 @@ The column "on resume" says what a changed setting means to a run that goes on f
 | fixed | is refused | is refused: shapes of the checkpoint, or the meaning of its token ids, follow from the setting |
 """
 
+_CHANGED_MOST = (
+    *("model.path", "data.train", "data.validation", "environment.reward", "generator.max_turns"),
+    *("generator.n_samples_per_prompt", "generator.sampling.max_generate_length", "trainer.train_batch_size"),
+    *("trainer.policy_mini_batch_size", "trainer.policy.optimizer.lr", "trainer.algorithm.kl_loss_coef"),
+    *("trainer.total_steps", "trainer.eval_interval", "trainer.ckpt_interval", "output_dir"),
+)
+
 
 def reference(conf: Path) -> str:
     """The whole document.
@@ -62,7 +69,21 @@ def reference(conf: Path) -> str:
     described: dict[type, str] = {}
     rl = _sections(Config, "Settings", described)
     sft = _sections(SFTConfig, "Settings of supervised training", described)
-    return "\n".join([_INTRODUCTION, *_groups(conf), *rl, *sft]) + "\n"
+    return "\n".join([_INTRODUCTION, *_changed_most(), *_groups(conf), *rl, *sft]) + "\n"
+
+
+def _changed_most() -> Iterator[str]:
+    yield "## The fifteen settings you will change\n"
+    yield (
+        "Beside the groups `model=`, `data=`, `algorithm=`, `placement=` and `tracker=`. All others have a value that"
+        " follows from\nthese and from the machine, or one that published recipes use.\n"
+    )
+    by_path = {field.path: field for field in walk(Config)}
+    yield "| setting | default | meaning |\n|---|---|---|"
+    for path in _CHANGED_MOST:
+        meaning = documentation(by_path[path]).partition(". ")[0].removesuffix(".")
+        yield f"| `{path}` | `{_cell(as_typed(by_path[path].default))}` | {_cell(meaning)} |"
+    yield ""
 
 
 def _groups(conf: Path) -> Iterator[str]:
