@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import skyrl_train
 from skyrl_train.system.processes import ProcessHost, StartedProcess, manner
 from tests.support.process_trees import is_running
 
@@ -63,7 +65,7 @@ def test_a_message_that_no_buffer_holds_arrives_whole(start: Start) -> None:
 
 
 def test_what_is_asked_to_end_has_its_time_for_it(host: ProcessHost, start: Start, tmp_path: Path) -> None:
-    started = start("sh", "-c", "trap 'echo bye; exit' TERM; echo ready; while :; do sleep 0.05; done")
+    started = start("sh", "-c", "trap 'echo bye; exit 5' TERM; echo ready; while :; do sleep 0.05; done")
 
     async def close() -> None:
         while not (tmp_path / "log").read_text():
@@ -73,8 +75,8 @@ def test_what_is_asked_to_end_has_its_time_for_it(host: ProcessHost, start: Star
 
     assert asyncio.run(asyncio.wait_for(host.until(lambda: started.process, 20.0), 30))
     asyncio.run(close())
-    assert (tmp_path / "log").read_text() == "ready\nbye\n"
-    assert (started.ended, host.close()) == (0, 0)
+    assert (tmp_path / "log").read_text().endswith("bye\n")
+    assert (started.ended, host.close()) == (5, 0)
 
 
 def test_the_end_of_a_supervisor_is_that_of_its_processes(host: ProcessHost, start: Start) -> None:
@@ -85,3 +87,10 @@ def test_the_end_of_a_supervisor_is_that_of_its_processes(host: ProcessHost, sta
         time.sleep(0.01)
     assert not is_running(started.process)
     assert end_of(start("true")) == "was ended by SIGKILL"
+
+
+def test_processes_are_started_and_ended_in_one_place() -> None:
+    package = Path(skyrl_train.__file__).parent
+    control = re.compile(r"killpg|Popen|os\.setsid|os\.fork|start_new_session|posix_spawn")
+    found = {file.relative_to(package).parts[:2] for file in package.rglob("*.py") if control.search(file.read_text())}
+    assert found == {("system", "processes")}
