@@ -1,9 +1,8 @@
 """What a schedule of rollouts and updates takes: engines, environments and a learner, event by event. No torch.
 
     learner     takes a batch --> update --> sync --> takes the next
-    groups      begin as `rollout/admission.py` admits them (serially: a batch's worth at each step), end with
-    their last
-                sample
+    groups      begin as `rollout/admission.py` admits them (serially: a batch's worth at each step), end with their
+                last sample
     a sample    asks an engine, waits for its environment, asks again
 
 A new group goes to the engine with the fewest requests, of some in turn, and stays there, as its samples share a prompt.
