@@ -10,8 +10,8 @@ example is printed. The exit status is 1 where one side accepts what the other r
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -101,12 +101,30 @@ def answer(case: Case) -> Answer:
     return repr(loaded.config), sorted(map(str, loaded.violations))
 
 
+def written(value: Any) -> Any:
+    """Return what JSON can hold of a value, tuples and mappings with their keys included; `read` gives it back."""
+    if isinstance(value, dict):
+        return {"mapping": [[written(key), written(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [written(item) for item in value]}
+    return [written(item) for item in value] if isinstance(value, list) else value
+
+
+def read(value: Any) -> Any:
+    """Return the value that `written` wrote."""
+    if isinstance(value, dict):
+        items = [read(item) for item in value.get("tuple", value.get("mapping"))]
+        return tuple(items) if "tuple" in value else dict(items)
+    return [read(item) for item in value] if isinstance(value, list) else value
+
+
 def answers_of(tree: Path, asked: list[Case]) -> list[Answer]:
     """Return what the loader of a tree says, in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--answer"]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, input=pickle.dumps(asked), cwd=tree, env=environment, stdout=-1, check=True)
-    found: list[Answer] = pickle.loads(done.stdout)
+    text = json.dumps(written(asked))
+    done = subprocess.run(command, input=text, cwd=tree, env=environment, stdout=-1, check=True, text=True)
+    found: list[Answer] = read(json.loads(done.stdout))
     return found
 
 
@@ -122,7 +140,7 @@ def difference(before: Answer, now: Answer) -> str:
 
 def main() -> int:
     if sys.argv[1:] == ["--answer"]:
-        sys.stdout.buffer.write(pickle.dumps([answer(case) for case in pickle.load(sys.stdin.buffer)]))
+        print(json.dumps(written([answer(case) for case in read(json.load(sys.stdin))])))
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--against", type=Path, required=True, help="a checkout of the other commit")
