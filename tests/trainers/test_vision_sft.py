@@ -118,12 +118,12 @@ def test_an_image_that_cannot_be_read_is_told_before_weights_are(
         data, place = tmp_path / "train.jsonl", "line 2"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {f"data.images.{name}": value for name, value in settings.items()}
-    runs: dict[str, Callable[[], Any]] = {
+    begin: dict[str, Callable[[], Any]] = {
         "rl": lambda: runs.train(rl_config(tmp_path / "run", rl_settings(unweighted, str(data)) | changes)),
         "sft": lambda: runs.train_sft(sft_config(tmp_path / "run", sft_settings(unweighted, str(data)) | changes)),
     }
     with pytest.raises(DataError, match=rf"{data.name}, {place}: an image cannot be read: .*({reason})"):
-        runs[kind]()
+        begin[kind]()
 
 
 ANSWER = {"role": "assistant", "content": "red"}
