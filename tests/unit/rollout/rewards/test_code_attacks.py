@@ -270,7 +270,7 @@ def test_the_header_says_what_a_sandbox_lacks(monkeypatch: pytest.MonkeyPatch) -
 
 REFUSING = """
 import ctypes, struct
-from skyrl_train import sandbox
+from skyrl_train.system.sandbox import sandbox
 from skyrl_train.config.data.sources import EnvironmentConfig
 from skyrl_train.rollout.rewards.code_run import run_tests
 from skyrl_train.rollout.hosts.scoring import reward_problems
