@@ -29,11 +29,11 @@ NAMED = re.compile(r"(?<!\[)`(?:docs/)?([\w.]+\.md)`")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 REFERENCE = {
     "skyrl_train": ["api", "runs.result"],
-    "Settings": ["config.schema", "config.algorithm", "config.generation"],
+    "Settings": ["config.schema", "config.algorithm.settings", "config.models.engines"],
     "What parts implement": ["interfaces"],
-    "Data": ["types", "turns"],
+    "Data": ["types"],
     "Errors": ["errors"],
-    "Algorithms": ["registry", "algorithms.advantages", "algorithms.losses"],
+    "Algorithms": ["registry", "algorithms.advantages", "algorithms.losses.policy"],
 }
 """Modules of the package, by heading; the first have what `skyrl_train` offers."""
 
