@@ -55,6 +55,7 @@ _GIVEN = frozenset({"completion", "prompt", "messages", "instructions"})
 _MOST_TOKENS = 2**32
 """Of one request: what a server says beyond is no count."""
 _SET_HERE = frozenset({"model", "messages", "response_format", "stream", "n"})
+_LOCK_TIMEOUT_S = 30.0
 
 
 @dataclass(kw_only=True)
@@ -275,12 +276,25 @@ class ReplyCache:
         if path:
             file.parent.mkdir(parents=True, exist_ok=True)
         self._connection = sqlite3.connect(
-            file if path else ":memory:", timeout=30.0, isolation_level=None, check_same_thread=False
+            file if path else ":memory:", timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         self._lock = threading.Lock()
-        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._write_ahead()
         self._connection.execute("PRAGMA synchronous=NORMAL")
         self._connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
+
+    def _write_ahead(self) -> None:
+        """Choose the journal that lets readers go on. SQLite refuses at once, whatever its timeout, where another process
+        opens the file and chooses it in the same moment."""
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
     def get(self, key: str) -> str | None:
         """Return a reply, if there is one."""
