@@ -35,11 +35,12 @@ PACKAGE = "skyrl_train"
 TIMEOUT_S = 180
 MOST_TESTS = 120
 """Of one change: the most specific of those that run its line."""
-_TURNED = {
+_COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+_OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-    ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 _HEAVY = ("torch", "transformers", "numpy", "pyarrow", "hydra", "omegaconf", "hypothesis", "pytest", "rich")
 """Imported once, before the processes of the changes are forked."""
@@ -66,12 +67,12 @@ class Mutant:
 
 def changes_of(node: ast.AST) -> Iterator[str]:
     """Yield what one node of a program may become, as source."""
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _TURNED:
-        yield ast.unparse(ast.Compare(node.left, [_TURNED[type(node.ops[0])](), *node.ops[1:]], node.comparators))
-    elif isinstance(node, ast.BinOp) and type(node.op) in _TURNED:
-        yield ast.unparse(ast.BinOp(node.left, _TURNED[type(node.op)](), node.right))
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+        yield ast.unparse(ast.Compare(node.left, [_COMPARISONS[type(node.ops[0])](), *node.ops[1:]], node.comparators))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        yield ast.unparse(ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right))
     elif isinstance(node, ast.BoolOp):
-        yield ast.unparse(ast.BoolOp(_TURNED[type(node.op)](), node.values))
+        yield ast.unparse(ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield ast.unparse(node.operand)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -148,7 +149,7 @@ class Tests:
     """Which tests run a line, the most specific first."""
 
     def __init__(self, path: Path) -> None:
-        from coverage import CoverageData
+        from coverage import CoverageData  # type: ignore[import-not-found, unused-ignore]
 
         self._data = CoverageData(basename=str(path))
         self._data.read()
