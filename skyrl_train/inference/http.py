@@ -1,6 +1,6 @@
 """`HTTPEngine`: a server with vLLM's OpenAI-compatible interface. Token ids in, token ids and log-probabilities out.
 
-Start the server with the trainer's weight-transfer backend, so that it takes new weights (docs/distributed.md):
+Start the server with the trainer's weight-transfer backend, so that it takes new weights (docs/vllm.md):
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --host 127.0.0.1 \\
         --worker-extension-cls skyrl_train.inference.vllm.worker.WorkerExtension \\

@@ -1,4 +1,4 @@
-"""`generator=http` against a real vLLM server, started by the command of docs/distributed.md."""
+"""`generator=http` against a real vLLM server, started by the command of docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Server:
 
 def documented_command(model: str, port: int) -> tuple[dict[str, str], list[str]]:
     """Variables and words of the first command under "A server instead"."""
-    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8").partition("## A server instead")[2]
+    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").partition("## A server instead")[2]
     block = re.search(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     assert block is not None
     words = shlex.split(block[1].replace("\\\n", " ").splitlines()[0])

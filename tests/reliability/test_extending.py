@@ -1,4 +1,4 @@
-"""The code of docs/extending.md is that of examples/plugins/, and trains: one custom part of each kind at once."""
+"""The code of docs/extending.md and docs/add_*.md is that of examples/plugins/, and trains: one custom part of each kind."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def rollouts(output: Path) -> list[dict[str, object]]:
 
 
 def test_the_guide_shows_the_example_package_as_it_stands() -> None:
-    text = (ROOT / "docs" / "extending.md").read_text()
+    pages = [ROOT / "docs" / "extending.md", *sorted((ROOT / "docs").glob("add_*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
     shown = dict(re.findall(r"^```(?:python|yaml)\n# (examples/\S+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
     files = [*PLUGINS.glob("*.py"), *PLUGINS.glob("conf/**/*.yaml")]
     expected = {str(file.relative_to(ROOT)) for file in files} - {"examples/plugins/__init__.py"}
     assert set(shown) == expected
     for name, code in shown.items():
-        assert code == (ROOT / name).read_text(), f"{name} is another than docs/extending.md shows"
+        assert code == (ROOT / name).read_text(), f"{name} differs from what the pages on custom parts show"
 
 
 def test_the_guide_names_every_setting_that_chooses_a_part() -> None:

@@ -2,7 +2,7 @@
 
     python tests/reliability/vllm_from_nothing.py uv pip
 
-Takes the commands from docs/distributed.md, runs them in a copy of the repository with a HOME of its own and no variable
+Takes the commands from docs/vllm.md, runs them in a copy of the repository with a HOME of its own and no variable
 but those that say where packages come from, and has the bundled model generate. Prints seconds, size and tokens.
 """
 
@@ -36,8 +36,8 @@ engine.close()
 
 
 def documented(installer: str) -> str:
-    """The command of docs/distributed.md that begins with the installer's name."""
-    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8").partition("## vLLM without a GPU")[2]
+    """The command of docs/vllm.md that begins with the installer's name."""
+    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").partition("## vLLM without a GPU")[2]
     block = re.search(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     assert block is not None
     (command,) = [line for line in block[1].splitlines() if line.startswith(f"{installer} ")]

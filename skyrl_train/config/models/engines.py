@@ -170,7 +170,7 @@ class GeneratorConfig:
     full_sync_every: Free[BatchSize] = 1
     """Of so many weight syncs one sends all weights, the others those values alone whose bits, in the engines' type, are not
     those that were sent last. Each rank and each worker of an engine keeps a copy in host memory. 1 sends all. For engines
-    on Ray by weight_transport=shared_memory or broadcast, where networks are slow for the model (docs/distributed.md)."""
+    on Ray by weight_transport=shared_memory or broadcast, where networks are slow for the model (docs/weight_sync.md)."""
     weight_change_tolerance: Forks[Annotated[float, Range(0.0)]] = 0.0
     """With full_sync_every: values that are at most so far from what the engines have of them are not sent either, so that
     engines are never further from the trainer. 0 sends every value that changed in any bit."""

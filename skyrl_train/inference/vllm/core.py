@@ -103,7 +103,7 @@ class VLLMCore:
         except ImportError as error:
             self.processes.close()
             raise EngineError(
-                f"vLLM cannot be imported ({error}). Install the extra `cpu` or `vllm`; docs/distributed.md says how"
+                f"vLLM cannot be imported ({error}). Install the extra `cpu` or `vllm`; docs/vllm.md says how"
             ) from error
         except Exception as error:
             self.processes.close()

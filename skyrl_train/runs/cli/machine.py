@@ -172,7 +172,7 @@ def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: Pl
             field="generator.backend",
             rule="needs vLLM, which is not installed here",
             value=repr(generator.backend),
-            remedy=f"install the extra `{extra}` as docs/distributed.md says, or add generator=hf",
+            remedy=f"install the extra `{extra}` as docs/vllm.md says, or add generator=hf",
         )
 
 
