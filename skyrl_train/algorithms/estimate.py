@@ -56,7 +56,7 @@ def estimate_advantages(
 
 @dataclass(frozen=True, kw_only=True)
 class _Estimated:
-    """Flat columns `[num_tokens]`."""
+    """What an estimator's answer becomes: flat columns `[num_tokens]` and how they are scaled."""
 
     advantages: Tensor
     returns: Tensor

@@ -24,7 +24,7 @@ class Scores:
     """What is compared: one score per unit (a trajectory, or a turn), each unit in one group."""
 
     values: Tensor
-    """`[units]` float64."""
+    """Return `[units]` float64: the mean score of each unit's group."""
     group: Tensor
     """`[units]` int64, 0 .. groups - 1."""
     num_tokens: Tensor
@@ -46,7 +46,7 @@ class Scores:
         return self.per_group(torch.ones_like(self.values))
 
     def group_mean(self) -> Tensor:
-        """`[units]` float64."""
+        """Return `[units]` float64: the mean score of each unit's group."""
         return self.per_group(self.values) / self.group_size()
 
     def differs(self) -> Tensor:

@@ -173,7 +173,7 @@ class RayEndpoint(Endpoint[W]):
 
 
 class Submitted(Pending[R]):
-    """Calls that Ray has."""
+    """Calls of actors that Ray was handed, whose answers are still to come."""
 
     def __init__(self, actors: Sequence[RemoteActor], refs: Sequence[Any], waiting: Watch) -> None:
         self._actors, self._refs, self._waiting = tuple(actors), list(refs), waiting

@@ -39,7 +39,7 @@ class NodeWorkers:
         self._started: dict[int, LocalWorker] = {}
 
     async def ready(self) -> Answer:
-        """Import the environments."""
+        """Start the worker processes, which import the environments; an error is in the answer."""
         try:
             return Answer(value=await self._workers.ready())
         except SkyrlTrainError as error:
@@ -58,12 +58,12 @@ class NodeWorkers:
             return "ended", str(error)
 
     async def end(self, number: int, reason: str) -> None:
-        """Kill a worker."""
+        """Kill the worker of that number, if it runs; its callers are told the reason."""
         if number in self._started:
             self._started[number].end(reason)
 
     async def close(self) -> None:
-        """End all of them."""
+        """End all workers of this node."""
         await self._workers.aclose()
 
 

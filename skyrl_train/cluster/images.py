@@ -25,7 +25,7 @@ _FETCH_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """Images of several rows."""
+    """Images of several rows, as references into Ray's object store."""
 
     rows: tuple[tuple[tuple[int, str], ...], ...] = ()
     """Of each row the first tokens and the sums of its images."""

@@ -100,7 +100,7 @@ class LearnerRank:
         """By whether copies were asked for."""
 
     def forward(self, rows: Shipped) -> Scores:
-        """Return log-probabilities or values."""
+        """Return log-probabilities or values of the rows, `[num_tokens]` float32."""
         return _numpy(self._learner.forward(unpack(rows)))
 
     def forward_base(self, rows: Shipped) -> Scores:

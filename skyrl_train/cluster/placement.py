@@ -34,7 +34,7 @@ _NODE_ID = "ray.io/node-id"
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one actor goes."""
+    """The reservation that one actor takes, and the GPUs that it sees."""
 
     options: Mapping[str, Any]
     """For `ray.remote(...).options`."""
@@ -88,7 +88,7 @@ class Placement:
         ]
 
     def close(self) -> None:
-        """Give the reservations back."""
+        """Remove the placement groups, so that others may have what they reserve."""
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups = {}

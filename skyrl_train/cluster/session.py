@@ -363,7 +363,7 @@ class _Resident:
             raise DeadlineError(what, timeout_s, remedy) from None
 
     def end(self) -> None:
-        """Let the thread go."""
+        """Tell the thread to end after the call that it is at."""
         self._calls.put(None)
 
     def _work(self) -> None:

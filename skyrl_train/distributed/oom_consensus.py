@@ -66,7 +66,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class _FailedElsewhere(Exception):
-    """Another rank has failed."""
+    """Another rank has failed in the same step, for the reason that `code` names."""
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -204,7 +204,7 @@ class CountedAllGather:
         self._consensus = consensus
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer."""
+        """Return a new buffer of torch's, as FSDP2 would by itself."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -223,7 +223,7 @@ class CountedReduceScatter:
         self._consensus, self._replicas = consensus, replicas
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer."""
+        """Return a new buffer of torch's, as FSDP2 would by itself."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -97,6 +97,6 @@ def is_broken_collective(error: RuntimeError) -> bool:
 
 
 def leave() -> None:
-    """Idempotent."""
+    """Leave the default process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()

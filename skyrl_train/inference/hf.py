@@ -264,7 +264,7 @@ def _return_free_memory() -> None:
 
 
 def build_hf_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
-    """Raises ModelError."""
+    """Load the model and return its engine. Raises ModelError where the model cannot record routing or cannot be loaded."""
     model = load_for_engine(settings.model, settings.device)
     if settings.records_routing:
         if num_attention_layers(model) is None:

@@ -80,7 +80,7 @@ class SharedKeys:
         return of_prompts.reshape(prompts, heads, self.most * queries, size)
 
     def collect(self, of_prompts: Tensor, queries: int) -> Tensor:
-        """The inverse of `spread`."""
+        """Undo `spread`: return `[rows, heads, queries, head_dim]` of values that are laid out by prompt."""
         prompts, heads, _, size = of_prompts.shape
         full = of_prompts.view(prompts, heads, self.most, queries, size).transpose(1, 2)
         return full.reshape(prompts * self.most, heads, queries, size).index_select(0, self.slots)

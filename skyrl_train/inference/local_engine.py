@@ -74,17 +74,17 @@ class WatchedEndpoint(Endpoint[UpdatableEngine]):
 
     @property
     def members(self) -> tuple[object, ...]:
-        """The engine."""
+        """The engine, the one member of the group."""
         return (self.engine,)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What messages call it."""
+        """The name by which messages call the engine."""
         return (NAME,)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """This one."""
+        """The node of the engine: empty, which is this one."""
         return ("",)
 
     def _on_thread(self, what: str, phase: Phase, function: Callable[[], R]) -> Pending[R]:
@@ -157,7 +157,7 @@ class LocalEngine:
         return self._engine.weight_version
 
     def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
+        """Announce a trajectory to the engine for as long as the context is open."""
         return self._engine.lease()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
@@ -167,5 +167,5 @@ class LocalEngine:
         return await self._watched.answer(self._engine, request)
 
     def close(self) -> None:
-        """End its processes."""
+        """Close the engine, which ends its processes."""
         self._engine.close()

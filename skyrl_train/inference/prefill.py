@@ -155,7 +155,7 @@ class KeptPrefixes:
             self._drop(token_ids)
 
     def clear(self) -> None:
-        """After the weights changed."""
+        """Forget all states, which the weights of before have computed."""
         self._kept.clear()
         self._lengths.clear()
         self._num_bytes = 0

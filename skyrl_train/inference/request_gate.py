@@ -115,7 +115,7 @@ class GatedEngine:
         return self._engine.weight_version
 
     def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
+        """Announce a trajectory to the engine for as long as the context is open."""
         return self._engine.lease()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:

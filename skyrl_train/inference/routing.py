@@ -120,7 +120,7 @@ class ServedTokens:
         """Of prompts of which the engine said how much it had computed before, and how much that was."""
 
     def add(self, engine: int, request: GenerationRequest, output: GenerationOutput) -> None:
-        """One answer."""
+        """Count one answer of an engine: its tokens, and those of its prompt that were cached."""
         self._tokens[engine] += len(request.prompt_token_ids) + len(output.token_ids)
         if output.num_cached_tokens is not None:
             self._prompt_tokens += len(request.prompt_token_ids)

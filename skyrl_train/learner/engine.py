@@ -237,7 +237,7 @@ class ModelEngine:
         return {f"{self.name}/grad_norm": Mean(float(grad_norm), 1.0), f"{self.name}/lr": Last(rate)}
 
     def zero_grad(self) -> None:
-        """Forgets what was accumulated."""
+        """Drop gradients, documents and refusals that were accumulated since the last optimizer step."""
         self._drop_gradients()
         self._has_gradient = False
         self.non_finite_loss = ""

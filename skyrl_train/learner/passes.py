@@ -53,7 +53,7 @@ LossOfRows = Callable[[Tensor, TrainingInputBatch, Layout], tuple[Tensor, StepMe
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One forward to come."""
+    """Rows that one forward will compute, and in which layout."""
 
     batch: TrainingInputBatch
     rows: Tensor

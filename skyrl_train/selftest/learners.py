@@ -49,7 +49,7 @@ def layout_against_float64(context: Context, *, layout: LayoutChoice, dtype: str
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """One kind of attention."""
+    """One kind of attention that a case compares: its segments, window and softcap."""
 
     segments: tuple[Segment, ...]
     window: int | None

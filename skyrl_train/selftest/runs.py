@@ -31,7 +31,7 @@ _RUN_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine that serves."""
+    """An engine that serves, and what a case does with it."""
 
     engine: Any
     answers: Callable[[Sequence[GenerationRequest]], list[GenerationOutput]]
@@ -132,7 +132,7 @@ def _engine_config(path: str, context: Context, tensor_parallel_size: int) -> Co
 def make_requests(
     prompts: Sequence[tuple[int, ...]] = _PROMPTS, new_tokens: int = _NEW_TOKENS
 ) -> list[GenerationRequest]:
-    """One for each prompt."""
+    """Return a request for each prompt, with its row as seed."""
     sampling = SamplingParams(temperature=1.0, max_generate_length=new_tokens)
     return [
         GenerationRequest(request_id=f"request-{row}", prompt_token_ids=prompt, sampling=sampling, seed=row)

@@ -80,7 +80,7 @@ def multiplies_bfloat16(root: Path = Path("/")) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """GPUs to place on."""
+    """The GPUs to place a run on, and the memory of their nodes."""
 
     gpus_per_node: tuple[int, ...] = ()
     """The GPUs of each node that has any."""

@@ -41,7 +41,7 @@ class WeightGroup:
         self._backend: Any = meet(rendezvous, device)
 
     def send(self, flat: Tensor) -> None:
-        """Bytes of a bucket."""
+        """Broadcast the bytes of a bucket from this rank to all others; waits for them."""
         self._broadcast(flat, self._rank)
 
     def receive(self, num_bytes: int, rank: int = 0, memory: Memory | None = None) -> Tensor:

@@ -152,7 +152,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         return taken
 
     def shutdown(self) -> None:
-        """Leaves the trainer's group."""
+        """Leave the process group that the trainer broadcasts in, where this worker is in one."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -27,7 +27,7 @@ _SAMPLE_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerSettings:
-    """What scores, and where."""
+    """The model that scores conversations, how it computes, and on which device."""
 
     path: str
     revision: str | None

@@ -62,7 +62,7 @@ class Segments:
         return found
 
     def parts(self) -> Parts:
-        """For the CPU's kernel."""
+        """Return the parts that the CPU's attention kernel computes one after the other; made once."""
         if "parts" not in self._derived:
             self._derived["parts"] = all_parts(self.segments)
         found: Parts = self._derived["parts"]

@@ -100,7 +100,7 @@ def is_adapter(name: str) -> bool:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether `add_adapter` was called."""
+    """Whether any layer of the model has an adapter (`add_adapter`)."""
     return next(_layers(model), None) is not None
 
 

@@ -61,7 +61,7 @@ class ExpertRouting:
 
     @property
     def width(self) -> int:
-        """Numbers of each token."""
+        """Expert ids that are recorded for each token: `num_layers * top_k`."""
         return self.num_layers * self.top_k
 
     def choose(self, layer: int, own: Tensor) -> Tensor:

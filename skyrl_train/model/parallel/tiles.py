@@ -23,7 +23,7 @@ _traced_for = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Sizes of tiles."""
+    """How the tokens of a product are cut into tiles, in tokens."""
 
     tokens_per_tile: int
     tokens_per_product: int
