@@ -25,10 +25,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and of processes that stem from this one
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 for place in (str(ROOT), str(FOLDER)):  # where modules of tests and those beside this one are found
@@ -41,6 +42,8 @@ from skyrl_train.system.processes import adopt_orphans, end_with_parent, kill  #
 T = TypeVar("T")
 SIDE_DEADLINE_S = 3600.0
 LOOK_EVERY_S = 0.1
+SIDE = "SKYRL_TRAIN_BENCH_SIDE"
+"""The variable that a side has in its environment."""
 GAP_GB = 2.0
 """What a benchmark may hold beside a side that is at its limit, so that the side is what is ended."""
 STEPS_ALONE = ("trainer.ckpt_interval=0", "trainer.export_hf=false", "trainer.dump_rollouts=false")
@@ -80,6 +83,8 @@ def _common() -> argparse.ArgumentParser:
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a benchmark in a process of its own, watched, and end with its exit status, or with 1 where it was ended."""
+    if SIDE in os.environ:  # what started it watches it
+        sys.exit(main(sys.argv[1:]))
     _, rest = _common().parse_known_args(namespace=limits)
     if limits.json:
         with open(limits.json, "a", encoding="utf-8") as file:
@@ -89,7 +94,10 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     child = os.fork()
     if not child:
         end_with_parent(signal.SIGKILL)
-        sys.exit(main(rest))
+        try:
+            sys.exit(main(rest))
+        except MeasurementError as error:
+            sys.exit(str(error))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child answers it
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
@@ -154,6 +162,13 @@ def _end_all() -> None:
                 pass
 
 
+def side_environment(packages: Iterable[str] = (), **variables: str) -> dict[str, str]:
+    """Return the environment of a side, with folders that come first where modules are looked for."""
+    places = os.pathsep.join(filter(None, [*packages, os.environ.get("PYTHONPATH", ""), str(ROOT)]))
+    common = {SIDE: "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": places}
+    return {**os.environ, **common, **variables}
+
+
 def apart(
     command: Sequence[str | Path],
     *,
@@ -174,11 +189,15 @@ def apart(
     Raises:
         MeasurementError: It failed, with the end of what it printed; or it held or took too much and was ended.
     """
-    places = os.pathsep.join(filter(None, [*packages, os.environ.get("PYTHONPATH", "")]))
-    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment, "PYTHONPATH": places}
     words = [sys.executable, *map(str, command)]
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(words, env={**os.environ, **variables}, stdout=printed, stderr=errors, cwd=ROOT)
+        child = subprocess.Popen(
+            words,
+            env=side_environment(packages, **environment),
+            stdout=printed,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+        )
         limit = limits.memory_gb if memory_gb is None else memory_gb
         try:
             status = _watch(child.pid, child.poll, memory_gb=limit, deadline_s=deadline_s)
@@ -218,25 +237,27 @@ def in_turns(
     return {side: each for side, each in found.items() if side not in failed}, failed
 
 
-def trained(folder: Path, *overrides: str, deadline_s: float = SIDE_DEADLINE_S, **options: Any) -> list[dict[str, Any]]:
-    """Make a run of the bundled experiment in `folder`, unless a finished one is there; return its metrics.
+def trained(
+    folder: Path,
+    *overrides: str,
+    experiment: str = "gsm8k_multiturn",
+    deadline_s: float = SIDE_DEADLINE_S,
+    packages: Iterable[str] = (),
+    **environment: str,
+) -> list[dict[str, Any]]:
+    """Make a run in `folder`, unless a finished one is there; return its metrics.
 
-    What it printed is in `printed.log` beside them. `options` are those of `apart`. Raises MeasurementError.
+    It is of the bundled experiment, unless `experiment` or an override names another, or `experiment` is empty. What it
+    printed is in `printed.log` beside its metrics. Further options are those of `apart`. Raises MeasurementError.
     """
     if not (folder / "complete.json").is_file():
-        experiment = [] if any(each.startswith("+experiment=") for each in overrides) else ["gsm8k_multiturn"]
-        words = ["-m", "skyrl_train.main", *(f"+experiment={name}" for name in experiment)]
-        folder = folder.absolute()  # sides have a working folder of their own
-        said = apart([*words, *overrides, f"hydra.run.dir={folder}"], deadline_s=deadline_s, **options)
+        is_named = not experiment or any(each.startswith("+experiment=") for each in overrides)
+        words = ["-m", "skyrl_train.main", *([] if is_named else [f"+experiment={experiment}"]), *overrides]
+        words.append(f"hydra.run.dir={folder}")
+        said = apart(words, deadline_s=deadline_s, packages=packages, **environment)
         (folder / "printed.log").write_text(said, encoding="utf-8")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
-
-
-def silently(work: Callable[[], T]) -> T:
-    """Do work in this process without what it prints."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        return work()
 
 
 def timed(work: Callable[[], T], repeats: int = 1, clock: Callable[[], float] = time.process_time) -> tuple[float, T]:
