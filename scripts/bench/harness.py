@@ -101,9 +101,10 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child answers it
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
-        status = _watch(child, _waited(child), memory_gb=limits.memory_gb + GAP_GB, deadline_s=limits.deadline_s)
+        # Of this process: what lost its parent is its child now.
+        status = _watch(os.getpid(), _waited(child), memory_gb=limits.memory_gb + GAP_GB, deadline_s=limits.deadline_s)
     except MeasurementError as error:
-        sys.exit(f"{Path(sys.argv[0]).name} was ended: {error}")
+        sys.exit(f"{Path(sys.argv[0]).name} was ended: {error}; --memory-gb and --deadline-s set the limits")
     finally:
         _end_all()
     sys.exit(status)
@@ -202,9 +203,10 @@ def apart(
         try:
             status = _watch(child.pid, child.poll, memory_gb=limit, deadline_s=deadline_s)
         finally:
-            for process in reversed(family(child.pid)):
-                kill(process)
-            child.wait()
+            if child.poll() is None:
+                for process in reversed(family(child.pid)):
+                    kill(process)
+                child.wait()
         printed.seek(0), errors.seek(0)
         said = printed.read()
         if status:

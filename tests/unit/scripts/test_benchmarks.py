@@ -40,7 +40,7 @@ SMOKE = [
     ("curriculum.py --folder {folder} --seeds 0 --steps 1 --prompts 4 trainer.total_steps=1", r"\| quickstart \| 128"),
     ("engine_front.py --requests 2 --steps 2", r"2 requests, collector engine: .* tokens/s"),
     ("environments.py --calls 320 --sleepers 4 --workers 2", "4 environments of 4 steps"),
-    ("examples_learn.py reward_function --seeds 0 trainer.total_steps=1", "mean rise .* over 1 seeds"),
+    ("examples_learn.py reward_function trainer.total_steps=1 --seeds 0", "mean rise .* over 1 seeds"),
     ("long_rows.py --positions 256 --hidden 256 --layers 1 --vocabulary 256 --groups 1,2", "2 ranks: .*gradient norm"),
     ("lora_sync.py --megabytes 4 --syncs 1", r"\| 4 \| adapter \|"),
     ("memory.py budget --micro-batches 5 --steps 1 --rounds 1", "5 random micro-batches: 0 above the limit"),
