@@ -35,7 +35,7 @@ def rewards_of(name: str, seed: int, overrides: Sequence[str]) -> list[float]:
     """Return the mean reward of each step of one run."""
     with tempfile.TemporaryDirectory() as folder:
         program, *words = (part.format(seed=seed, folder=folder) for part in EXAMPLES[name])
-        harness.apart([harness.ROOT / program, *words, *overrides], deadline_s=DEADLINE_S)
+        harness.apart([harness.ROOT / program, *words, *overrides], deadline_s=DEADLINE_S, cwd=folder)
         last = max(Path(folder).rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
         return [record["reward/mean"] for record in read_metrics(last) if "reward/mean" in record]
 

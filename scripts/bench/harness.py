@@ -176,6 +176,7 @@ def apart(
     deadline_s: float = SIDE_DEADLINE_S,
     memory_gb: float | None = None,
     packages: Iterable[str] = (),
+    cwd: str | None = None,
     **environment: str,
 ) -> str:
     """Run a side in a process of its own, with one thread, and return what it printed.
@@ -185,6 +186,7 @@ def apart(
         deadline_s: Seconds that it may take.
         memory_gb: That it may hold with all that stems from it, in place of the benchmark's.
         packages: Folders that come first where modules are looked for.
+        cwd: Where it works, in place of this process's folder.
         environment: Variables in addition to this process's.
 
     Raises:
@@ -198,6 +200,7 @@ def apart(
             stdout=printed,
             stderr=errors,
             stdin=subprocess.DEVNULL,
+            cwd=cwd,
         )
         limit = limits.memory_gb if memory_gb is None else memory_gb
         try:
