@@ -15,9 +15,12 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import harness
 
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.model import load_tokenizer
@@ -119,7 +122,9 @@ async def over_http(episodes: list[Episode], turns: int) -> tuple[float, int]:
             file.flush()
             pipe = asyncio.subprocess.PIPE
             command = (sys.executable, __file__, "--programs", file.name)
-            process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, env=harness.side_environment()
+            )
             assert process.stdin is not None
             assert process.stdout is not None
             await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
@@ -133,14 +138,14 @@ async def over_http(episodes: list[Episode], turns: int) -> tuple[float, int]:
     return seconds, sum(len(turn.response_token_ids) for each in kept for turn in each.turns)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tokens-per-second", type=float, default=50.0)
     parser.add_argument("--programs", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.programs:
         asyncio.run(programs(json.loads(arguments.programs.read_text())))
         return
@@ -166,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

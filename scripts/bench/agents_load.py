@@ -15,12 +15,12 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+import harness
 from agents import SteadyEngine, episode
 
 from skyrl_train.config.models import ModelConfig
@@ -100,7 +100,8 @@ async def serve(num_sessions: int, context: int, seconds: float) -> None:
 
     async def played(who: str, keys: list[str]) -> list[list[Told]]:
         words = json.dumps([int(port), keys, seconds])
-        child = await asyncio.create_subprocess_exec(sys.executable, __file__, f"--{who}", words, stdout=-1)
+        command = (sys.executable, __file__, f"--{who}", words)
+        child = await asyncio.create_subprocess_exec(*command, stdout=-1, env=harness.side_environment())
         said, _ = await child.communicate()
         return json.loads(said)  # type: ignore[no-any-return]
 
@@ -129,15 +130,15 @@ async def serve(num_sessions: int, context: int, seconds: float) -> None:
 PARTS = {"median": 0.5, "p99": 0.99, "most": 1.0}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--sessions", type=int, default=50)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--seconds", type=float, default=10.0)
     programs: dict[str, Any] = {"hostile": hostile, "others": others}
     for who in programs:
         parser.add_argument(f"--{who}", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     for who, program in programs.items():
         if (told := getattr(arguments, who)) is not None:
             print(json.dumps(asyncio.run(program(*told))))
@@ -146,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

@@ -7,11 +7,12 @@ A difference is lossless: the bits of each tensor XOR those of the state before,
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import harness
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -27,9 +28,10 @@ def compressed(content: np.ndarray) -> int:
     return len(pyarrow.compress(np.ascontiguousarray(rows.T).tobytes(), codec="zstd", asbytes=True))
 
 
-def main(run: Path) -> int:
-    """Print the table."""
-    folder = RunFolder(run)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("run", type=Path, metavar="OUTPUT_DIR")
+    folder = RunFolder(parser.parse_args(argv).run)
     records = read_metrics(folder.metrics_file)
     for name in ("timing/capsule", "timing/update", "timing/step"):
         seconds = [record[name] for record in records if name in record]
@@ -53,8 +55,7 @@ def main(run: Path) -> int:
             f"{name:<16}{raw:>14,} bytes, {plain / raw:.2f} of them behind zstd, {difference / raw:.2f} as differences"
         )
         print(f"{'':<16}{2 * raw / took / 1e6:>10.0f} MB/s through both")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    harness.run(main)

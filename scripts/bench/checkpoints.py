@@ -15,21 +15,15 @@ with nothing beside it and with a checkpoint that is being written. Each checkpo
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+import harness
 import torch
 from weight_sync import save_model
 
@@ -47,21 +41,23 @@ MODES = ("read again", "waits", "background")
 ROWS, TOKENS = 4, 16
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 25, 100], help="of weights in float32")
     parser.add_argument("--ranks", type=int, nargs="+", default=[0, 2], help="FSDP2 ranks on Ray; 0: this process")
     parser.add_argument("--rounds", type=int, default=3, help="checkpoints of each mode behind a first one")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a temporary folder unless given")
-    options = parser.parse_args()
-    print(f"{'ranks':>5} {'checkpoint':>10} {'mode':<11} {'loop waits':>10} {'sealed':>8} {'a step':>7} {'beside':>7}")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    table = harness.Table("ranks", "checkpoint, MB", "mode", "loop waits, s", "sealed, s", "a step, s", "beside, s")
     for num_ranks in options.ranks:
         for megabytes in options.megabytes:
             with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
                 num_bytes = save_model(Path(scratch) / "model", megabytes)
                 settings = settings_of(Path(scratch) / "model", num_ranks)
                 with learner_of(settings, num_ranks) as learner:
-                    measure(learner, Path(scratch), options.rounds, num_ranks=num_ranks, num_bytes=3 * num_bytes)
+                    for cells in measure(learner, Path(scratch), options.rounds):
+                        table.row(num_ranks or 1, f"{3 * num_bytes / 1e6:.0f}", *cells)
 
 
 def settings_of(model: Path, num_ranks: int) -> LearnerSettings:
@@ -110,22 +106,18 @@ def optimizer_step(learner: Learner) -> float:
     return time.perf_counter() - began
 
 
-def unhashed(held: HeldState) -> Callable[[Path], None]:
-    """A write that keeps its sums to itself, so that whoever seals the checkpoint reads all files."""
-
-    def write(folder: Path) -> None:
-        held.write(folder)
-
-    return write
-
-
 def checkpoint(learner: Learner, store: CheckpointStore, step: int, mode: str) -> tuple[float, float, list[float]]:
     """Seconds that the loop waits, those until the checkpoint is sealed, and those of the steps made meanwhile."""
     writer, beside = CheckpointWriter(), []
+
+    def keeping_sums(folder: Path) -> None:
+        """Whoever seals the checkpoint reads all files then."""
+        held.write(folder)
+
     began = time.perf_counter()
     held = learner.hold_state(copies=mode == "background")
     if mode == "read again":
-        store.write(step, unhashed(held))
+        store.write(step, keeping_sums)
     else:
         writer.begin(step, HeldState(is_copied=held.is_copied, write=lambda folder: in_policy(held, folder)), [store])
     waited = time.perf_counter() - began
@@ -144,8 +136,8 @@ def in_policy(held: HeldState, folder: Path) -> dict[str, tuple[int, str]]:
     return {f"policy/{name}": each for name, each in held.write(folder / "policy").items()}
 
 
-def measure(learner: Learner, scratch: Path, rounds: int, *, num_ranks: int, num_bytes: int) -> None:
-    """Print a row for each mode."""
+def measure(learner: Learner, scratch: Path, rounds: int) -> Iterator[list[str]]:
+    """Cells of a row for each mode."""
     store = CheckpointStore(scratch / "checkpoints", keep=1)
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     steps: dict[str, list[float]] = defaultdict(list)
@@ -162,13 +154,10 @@ def measure(learner: Learner, scratch: Path, rounds: int, *, num_ranks: int, num
                 steps[mode] += with_thread[2]
     for mode in MODES:
         waits, sealed = (statistics.median(each) for each in zip(*found[mode], strict=True))
-        beside = f"{statistics.median(steps[mode]):7.3f}" if steps[mode] else f"{'-':>7}"
-        print(
-            f"{num_ranks or 1:>5} {num_bytes / 1e6:7.0f} MB {mode:<11} {waits:8.3f} s {sealed:6.3f} s "
-            f"{statistics.median(steps['alone']):7.3f} {beside}",
-            flush=True,
-        )
+        alone_s, beside = statistics.median(steps["alone"]), steps[mode]
+        seconds = [f"{each:.3f}" for each in (waits, sealed, alone_s)]
+        yield [mode, *seconds, f"{statistics.median(beside):.3f}" if beside else "-"]
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

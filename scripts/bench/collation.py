@@ -9,11 +9,10 @@ each cost: seconds a step, share of it spent waiting, and how many times fewer s
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import harness
 import numpy as np
 import torch
 
@@ -37,18 +36,8 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 """Costs of collation, as shares of the train step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One run of the loop."""
-
-    step_s: float
-    """Mean time of a step."""
-    wait_s: float
-    """Mean time of a step that was spent waiting for its batch."""
-
-    @property
-    def share(self) -> float:
-        return self.wait_s / self.step_s
+Measured = tuple[float, float]
+"""Mean time of a step, and how much of it was spent waiting for its batch, in seconds."""
 
 
 def make_examples() -> ExampleSet:
@@ -95,11 +84,11 @@ def run(examples: ExampleSet, collate: Collator, *, is_async: bool, num_steps: i
             waited += time.perf_counter() - before
             loader.prefetch(step + 1)
             compute_for(step_s)
-        return Measured(step_s=(time.perf_counter() - begun) / num_steps, wait_s=waited / num_steps)
+        return (time.perf_counter() - begun) / num_steps, waited / num_steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--steps", type=int, default=30, help="steps of each measurement")
     parser.add_argument("--step-ms", type=float, default=60.0, help="time of one train step")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each, interleaved; the median is shown")
@@ -110,27 +99,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     for step in range(10):
         plain(np.arange(step * EXAMPLES_PER_STEP, (step + 1) * EXAMPLES_PER_STEP), step)
-    own_s = (time.perf_counter() - begun) / 10
-    print(
-        f"train step {args.step_ms:.0f} ms; collating {EXAMPLES_PER_STEP} examples takes {own_s * 1000:.2f} ms by itself"
-    )
-    print(
-        f"{'collation':>26}  {'off: ms a step, waiting':>24}  {'on: ms a step, waiting':>24}  {'speed':>6}  {'waiting':>8}"
+    own_ms = (time.perf_counter() - begun) / 10 * 1000
+    print(f"train step {args.step_ms:.0f} ms; collating {EXAMPLES_PER_STEP} examples takes {own_ms:.2f} ms by itself")
+    table = harness.Table(
+        "collation", "off: ms a step", "waiting", "on: ms a step", "waiting", "speed", "waiting, off/on"
     )
     for name, spend in (("waits", time.sleep), ("computes", compute_for)):
         for share in SHARES:
             collate = DearCollator(plain, spend, share * step_s)
-            found: dict[bool, list[Measured]] = {False: [], True: []}
-            for _ in range(args.rounds):
-                for is_async, runs in found.items():
-                    runs.append(run(examples, collate, is_async=is_async, num_steps=args.steps, step_s=step_s))
-            off, on = (sorted(runs, key=lambda one: one.step_s)[len(runs) // 2] for runs in found.values())
-            print(
-                f"{name + f' {share:.0%} of a step':>26}  {off.step_s * 1000:14.1f} {off.share:9.1%}"
-                f"  {on.step_s * 1000:14.1f} {on.share:9.1%}  {off.step_s / on.step_s:5.2f}x"
-                f"  {off.wait_s / max(on.wait_s, 1e-9):7.0f}x less"
+
+            def measure(side: str, _: int, collate: Collator = collate) -> Measured:
+                return run(examples, collate, is_async=side == "on", num_steps=args.steps, step_s=step_s)
+
+            found, _ = harness.in_turns(("off", "on"), range(args.rounds), measure)
+            (off_s, off_wait_s), (on_s, on_wait_s) = (sorted(runs)[len(runs) // 2] for runs in found.values())
+            table.row(
+                f"{name} {share:.0%} of a step",
+                *(f"{off_s * 1000:.1f}", f"{off_wait_s / off_s:.1%}"),
+                *(f"{on_s * 1000:.1f}", f"{on_wait_s / on_s:.1%}"),
+                f"{off_s / on_s:.2f}x",
+                f"{off_wait_s / max(on_wait_s, 1e-9):.0f}x less",
             )
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

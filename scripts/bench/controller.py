@@ -17,17 +17,17 @@ share is what is left of it after the update's time, plus what handing over cost
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import harness
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import T, timed
+from synthetic_rollouts import VOCABULARY, make_rollouts
 
 from skyrl_train.batch import TrainingInputBatch, compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
 from skyrl_train.batch.steps import mini_batches
@@ -36,19 +36,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.runs import assembly_settings
 from skyrl_train.telemetry import MetricsLog
 from skyrl_train.trainers import RolloutLog, batch_metrics, rollout_metrics, steps
-from skyrl_train.types import (
-    Outcome,
-    Prompt,
-    RolloutBatch,
-    StopReason,
-    TokenIds,
-    Trajectory,
-    Turn,
-    VersionRun,
-    token_ids,
-)
+from skyrl_train.types import RolloutBatch
 
-VOCABULARY = 150_000
 TARGET_SHARE = 0.03
 
 
@@ -61,20 +50,7 @@ class Piece:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    torch.set_num_threads(1)
-    config = make_config(args)
-    rollouts = make_rollouts(args)
-    with tempfile.TemporaryDirectory() as folder:
-        generation_s, update_s = step_seconds(args, rollouts)
-        clock = time.process_time if args.cpu_time else time.perf_counter
-        pieces = measure(rollouts, config, Path(folder), update_s=update_s, repeats=args.repeats, clock=clock)
-    share = report(args, rollouts, pieces, generation_s, update_s)
-    return 0 if share <= TARGET_SHARE else 1
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--tokens-per-sequence", type=int, default=2000)
@@ -88,7 +64,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="bfloat16, dense; default: H100 SXM")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that an update reaches")
     parser.add_argument("--reference", action="store_true", help="the step scores a reference model too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    draw = np.random.default_rng(0)
+    rollouts = make_rollouts(
+        *(args.prompts, args.samples, args.turns, args.tokens_per_sequence),
+        ids=lambda count: draw.integers(0, VOCABULARY, count, dtype=np.int32),
+        text=lambda ids: "word " * len(ids),
+        logprobs=lambda count: -draw.random(count, dtype=np.float32),
+    )
+    generation_s, update_s = step_seconds(args, rollouts)
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    with tempfile.TemporaryDirectory() as folder:
+        pieces = measure(
+            rollouts, make_config(args), Path(folder), update_s=update_s, repeats=args.repeats, clock=clock
+        )
+    share = report(args, rollouts, pieces, generation_s, update_s)
+    return 0 if share <= TARGET_SHARE else 1
 
 
 def make_config(args: argparse.Namespace) -> Config:
@@ -99,53 +91,6 @@ def make_config(args: argparse.Namespace) -> Config:
         trainer=replace(config.trainer, train_batch_size=args.prompts, policy_mini_batch_size=mini_batch),
         generator=replace(config.generator, n_samples_per_prompt=args.samples, step_wise_trajectories=args.step_wise),
     )
-
-
-def make_rollouts(args: argparse.Namespace) -> RolloutBatch:
-    """Each sequence: a prompt of a fifth, then turns of seven parts response and one part observation."""
-    rng = random.Random(0)
-    prompts, trajectories = [], []
-    for index in range(args.prompts):
-        uid = f"train-{index}"
-        prompts.append(Prompt(uid=uid, messages=({"role": "user", "content": "How many? " * 40},), env_class="gsm8k"))
-        prompt_ids = random_ids(rng, args.tokens_per_sequence // 5)
-        trajectories += [make_trajectory(rng, args, uid, sample, prompt_ids) for sample in range(args.samples)]
-    return RolloutBatch(prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=args.samples)
-
-
-def make_trajectory(
-    rng: random.Random, args: argparse.Namespace, uid: str, sample: int, prompt_ids: TokenIds
-) -> Trajectory:
-    per_turn = (args.tokens_per_sequence - len(prompt_ids)) // args.turns
-    num_observation = per_turn // 8 if args.turns > 1 else 0
-    turns: list[Turn] = []
-    added = prompt_ids
-    for number in range(args.turns):
-        response = random_ids(rng, per_turn - num_observation)
-        turns.append(
-            Turn(
-                parent=number - 1 if number else None,
-                added_token_ids=added,
-                response_token_ids=response,
-                response_logprobs=np.array([-rng.random() for _ in response], dtype=np.float32),
-                response_text="word " * len(response),
-                reward=float(rng.random() < 0.5) if number == args.turns - 1 else 0.0,
-                stop_reason=StopReason.STOP,
-                weight_versions=(VersionRun(start=0, version=0),),
-            )
-        )
-        added = random_ids(rng, num_observation)
-    return Trajectory(
-        prompt_uid=uid,
-        sample_index=sample,
-        turns=tuple(turns),
-        outcome=Outcome.DONE,
-        metrics={"solved": turns[-1].reward},
-    )
-
-
-def random_ids(rng: random.Random, count: int) -> TokenIds:
-    return token_ids([rng.randrange(VOCABULARY) for _ in range(count)])
 
 
 def step_seconds(args: argparse.Namespace, rollouts: RolloutBatch) -> tuple[float, float]:
@@ -177,36 +122,29 @@ def measure(
 ) -> list[Piece]:
     pieces: list[Piece] = []
 
-    def timed(name: str, work: Callable[[], object]) -> object:
-        results = [run(work, clock) for _ in range(repeats)]
-        seconds = min(seconds for seconds, _ in results)
+    def piece(name: str, work: Callable[[], T]) -> T:
+        seconds, result = timed(work, repeats, clock)
         pieces.append(Piece(name=name, seconds=seconds, counted_s=seconds))
-        return results[-1][1]
+        return result
 
-    batch = timed(
+    batch = piece(
         "assemble rows and boundaries",
         lambda: steps.assemble(rollouts, assembly_settings(config), step=1, weight_version=0),
     )
-    assert isinstance(batch, TrainingInputBatch)
-    seconds, _ = run(lambda: boundaries_alone(batch, config), clock)
+    seconds, _ = timed(lambda: boundaries_alone(batch, config), 1, clock)
     pieces.append(Piece(name="  of which boundaries", seconds=seconds, counted_s=0.0))
-    batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"], ref_logprobs=batch["rollout_logprobs"])
-    estimated = timed(
-        "estimate advantages", lambda: steps.estimate(batch, config.trainer.algorithm, kl_coef=0.0, seed=config.seed)
+    scored = batch.with_columns(old_logprobs=batch["rollout_logprobs"], ref_logprobs=batch["rollout_logprobs"])
+    estimated = piece(
+        "estimate advantages", lambda: steps.estimate(scored, config.trainer.algorithm, kl_coef=0.0, seed=config.seed)
     )
-    assert isinstance(estimated, TrainingInputBatch)
-    timed("close mini-batches", lambda: close_all(estimated, config))
-    metrics = timed("metrics of rollouts and batch", lambda: step_metrics(rollouts, estimated))
-    assert isinstance(metrics, dict)
-    timed("metrics.jsonl, synced", lambda: MetricsLog(folder / "metrics.jsonl").log(metrics, step=1))
+    piece("close mini-batches", lambda: close_all(estimated, config))
+    metrics = piece(
+        "metrics of rollouts and batch",
+        lambda: {**rollout_metrics(rollouts), **batch_metrics(estimated, AlgorithmConfig())},
+    )
+    piece("metrics.jsonl, synced", lambda: MetricsLog(folder / "metrics.jsonl").log(metrics, step=1))
     pieces.append(rollout_log_piece(rollouts, estimated, folder, update_s, clock))
     return pieces
-
-
-def run(work: Callable[[], object], clock: Callable[[], float]) -> tuple[float, object]:
-    start = clock()
-    result = work()
-    return clock() - start, result
 
 
 def boundaries_alone(batch: TrainingInputBatch, config: Config) -> None:
@@ -227,10 +165,6 @@ def close_all(batch: TrainingInputBatch, config: Config) -> None:
         pass
 
 
-def step_metrics(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, float]:
-    return {**rollout_metrics(rollouts), **batch_metrics(batch, AlgorithmConfig())}
-
-
 def rollout_log_piece(
     rollouts: RolloutBatch, batch: TrainingInputBatch, folder: Path, update_s: float, clock: Callable[[], float]
 ) -> Piece:
@@ -239,8 +173,8 @@ def rollout_log_piece(
     first = replace(rollouts, prompts=rollouts.prompts[:1], trajectories=rollouts.trajectories[:size])
     log.write_evaluation(0, first)
     log.flush()  # with it what is imported once, in a run's first step
-    handing_over_s, _ = run(lambda: log.write(rollouts, batch, step=1), clock)
-    writing_s, _ = run(log.flush, clock)
+    handing_over_s, _ = timed(lambda: log.write(rollouts, batch, step=1), 1, clock)
+    writing_s, _ = timed(log.flush, 1, clock)
     log.close()
     size = sum(path.stat().st_size for path in (folder / "rollouts").iterdir())
     waited_s = max(0.0, writing_s - update_s)
@@ -254,30 +188,23 @@ def report(
     """Prints the table; returns the controller's share of the step."""
     counted_s = sum(piece.counted_s for piece in pieces)
     step_s = generation_s + update_s + counted_s
-    table = Table(
+    table = harness.Table(
+        *("controller", "seconds", "step waits", "share of step"),
         title=f"{len(rollouts.trajectories)} trajectories, {num_tokens(rollouts, step_wise=args.step_wise):,} tokens",
-        title_justify="left",
     )
-    table.add_column("controller")
-    for name in ("seconds", "step waits", "share of step"):
-        table.add_column(name, justify="right")
-    for piece in pieces:
-        table.add_row(piece.name, f"{piece.seconds:.3f}", f"{piece.counted_s:.3f}", f"{piece.counted_s / step_s:.2%}")
-    table.add_section()
-    table.add_row("in all", f"{sum(p.seconds for p in pieces):.3f}", f"{counted_s:.3f}", f"{counted_s / step_s:.2%}")
-    console = Console()
-    console.print(table)
-    console.print(
+    in_all = Piece(name="in all", seconds=sum(piece.seconds for piece in pieces), counted_s=counted_s)
+    for piece in (*pieces, in_all):
+        table.row(piece.name, f"{piece.seconds:.3f}", f"{piece.counted_s:.3f}", f"{piece.counted_s / step_s:.2%}")
+    print(
         f"step: generation {generation_s:.1f} s + update {update_s:.1f} s + controller {counted_s:.1f} s, calculated "
         f"for {args.parameters / 1e9:.2f}B parameters on {args.gpus} GPUs, "
-        f"{args.generated_tokens_per_s_per_gpu:.0f} tokens/s each, {args.mfu:.0%} of {args.peak_tflops:.0f} TFLOP/s",
-        soft_wrap=True,
+        f"{args.generated_tokens_per_s_per_gpu:.0f} tokens/s each, {args.mfu:.0%} of {args.peak_tflops:.0f} TFLOP/s"
     )
     share = counted_s / step_s
     verdict = "within" if share <= TARGET_SHARE else "OVER"
-    console.print(f"controller's share: {share:.2%}, {verdict} the target of {TARGET_SHARE:.0%}")
+    print(f"controller's share: {share:.2%}, {verdict} the target of {TARGET_SHARE:.0%}")
     return share
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    harness.run(main)

@@ -10,20 +10,17 @@ again.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_train.telemetry import read_metrics
+import harness
+
 from skyrl_train.trainers.evaluation import read_evaluations
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=16, help="a step's prompts with the curriculum; even")
     parser.add_argument("--steps", type=int, default=56, help="steps of so many prompts")
@@ -41,37 +38,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"curriculum, {args.steps} steps of {args.prompts} prompts": [*small, "data.curriculum.enabled=true"],
         f"no curriculum, {args.steps} steps of {args.prompts} prompts": small,
     }
-    print("| | rollouts | of the quickstart's | held-out accuracy, mean of seeds | least of seeds |")
-    print("|---|---|---|---|---|")
+    table = harness.Table(
+        *("", "rollouts", "of the quickstart's", "held-out accuracy, mean of seeds", "least of seeds")
+    )
     whole = 0.0
     for name, settings in arms.items():
         arm = name.replace(", ", "_").replace(" ", "_")
         found = [
-            train(args.folder / f"{arm}_seed_{seed}", [*settings, f"seed={seed}", *args.overrides])
-            for seed in args.seeds
+            train(args.folder / f"{arm}_seed_{seed}", *settings, f"seed={seed}", *args.overrides) for seed in args.seeds
         ]
         rollouts = statistics.mean(each for each, _ in found)
         accuracies = [accuracy for _, accuracy in found]
         whole = whole or rollouts
-        figures = (
-            f"{rollouts:,.0f} | {rollouts / whole:.2f} | {statistics.mean(accuracies):.3f} | {min(accuracies):.3f}"
-        )
-        print(f"| {name} | {figures} |", flush=True)
-    return 0
+        mean, least = statistics.mean(accuracies), min(accuracies)
+        table.row(name, f"{rollouts:,.0f}", f"{rollouts / whole:.2f}", f"{mean:.3f}", f"{least:.3f}")
 
 
-def train(folder: Path, settings: Sequence[str]) -> tuple[float, float]:
+def train(folder: Path, *settings: str) -> tuple[float, float]:
     """Return the rollouts that a run took, and its accuracy on held-out problems at its end."""
-    if not (folder / "complete.json").is_file():
-        command = [sys.executable, "-m", "skyrl_train.main", "+experiment=gsm8k_multiturn", f"output_dir={folder}"]
-        kept = ["trainer.ckpt_interval=0", "trainer.export_hf=false", "trainer.dump_rollouts=false"]
-        environ = {"OMP_NUM_THREADS": "1", **os.environ}
-        subprocess.run([*command, *kept, *settings], check=True, env=environ, stdout=subprocess.DEVNULL)
-    rollouts = read_metrics(folder / "metrics.jsonl")[-1]["total/trajectories"]
+    records = harness.trained(folder, *harness.STEPS_ALONE, *settings)
     accuracy = read_evaluations(folder / "evaluation.json")[-1].overall.accuracy
     assert accuracy is not None, f"{folder}: nothing was evaluated"
-    return float(rollouts), accuracy
+    return float(records[-1]["total/trajectories"]), accuracy
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

@@ -8,13 +8,14 @@ A step's answers are decoded (`decode`, vLLM's), made into outputs (`process`, v
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
+from scripts.bench import harness
 from skyrl_train.inference.vllm import COLLECTS_AFTER, Running, sampling_arguments
 from skyrl_train.types import GenerationRequest, SamplingParams
 
@@ -81,13 +82,13 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
     return spent
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--collector", choices=["python", "engine", "off"], default="engine")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.collector == "engine":
         gc.set_threshold(*COLLECTS_AFTER)
     if arguments.collector == "off":
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

@@ -14,12 +14,14 @@ asks a server does: one at a time they would take 2,000 s, and 2 s if waiting we
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import harness
+from harness import children
 
 from skyrl_train.rollout.boundary import Environments, EnvironmentSession
 from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
@@ -76,13 +78,6 @@ def memory_mb(process: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
 
 
-def children(process: int | str) -> list[int]:
-    found: list[int] = []
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        found += map(int, file.read_text(encoding="ascii").split())
-    return found
-
-
 async def compare(env_class: str, num_calls: int, num_workers: int, timeout_s: float) -> None:
     threads = ThreadEnvironments(num_workers=num_workers, timeout_s=timeout_s)
     start_s, thread_rate = await measure(threads, env_class, num_calls=num_calls, num_workers=num_workers)
@@ -123,19 +118,18 @@ async def sleep_together(num_environments: int) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--calls", type=int, default=100_000, help="steps each way")
     parser.add_argument("--sleepers", type=int, default=1000, help="asynchronous environments at once; 0 for none")
     parser.add_argument("--workers", type=int, default=16, help="threads, or processes, and trajectories under way")
     parser.add_argument("--env-class", default="word_problems")
     parser.add_argument("--timeout-s", type=float, default=60.0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     asyncio.run(compare(arguments.env_class, arguments.calls, arguments.workers, arguments.timeout_s))
     if arguments.sleepers:
-        sys.path.insert(0, str(Path(__file__).resolve().parent))  # where workers find this module
         asyncio.run(sleep_together(arguments.sleepers))
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

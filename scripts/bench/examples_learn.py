@@ -6,18 +6,17 @@ how long it took: by the clock, and in CPU time of all its processes, which othe
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import harness
+
+from skyrl_train.telemetry import read_metrics
+
 EXAMPLES = {
     "curriculum": ("examples/curriculum/train.py", "seed={seed}", "output_dir={folder}/run"),
     "gymnasium_frozenlake": ("examples/gymnasium_frozenlake/train.py", "--seed={seed}", "--output={folder}"),
@@ -27,22 +26,18 @@ EXAMPLES = {
     "tools": ("examples/tools.py", "--seed={seed}", "--output={folder}"),
 }
 """Programs and what they are told of a seed and a folder; the first may be given settings of a run, too."""
+DEADLINE_S = 7200.0
 STEPS = 3
 """Over which a run's first and last rewards are averaged."""
 
 
-def rewards_of(name: str, seed: int, overrides: list[str]) -> list[float]:
+def rewards_of(name: str, seed: int, overrides: Sequence[str]) -> list[float]:
     """Return the mean reward of each step of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        program, *arguments = (part.format(seed=seed, folder=folder) for part in EXAMPLES[name])
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        command = [sys.executable, str(ROOT / program), *arguments, *overrides]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}, seed {seed}, ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+        program, *words = (part.format(seed=seed, folder=folder) for part in EXAMPLES[name])
+        harness.apart([harness.ROOT / program, *words, *overrides], deadline_s=DEADLINE_S, cwd=folder)
         last = max(Path(folder).rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-        records = map(json.loads, last.read_text().splitlines())
-        return [record["reward/mean"] for record in records if "reward/mean" in record]
+        return [record["reward/mean"] for record in read_metrics(last) if "reward/mean" in record]
 
 
 def cpu_s() -> float:
@@ -51,13 +46,13 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print a line for each seed, and the mean of the rises."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("name", choices=sorted(EXAMPLES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rises = []
     for seed in args.seeds:
         started, cpu_before = time.monotonic(), cpu_s()
@@ -65,10 +60,9 @@ def main() -> None:
         first, last = statistics.mean(rewards[:STEPS]), statistics.mean(rewards[-STEPS:])
         rises.append(last - first)
         took = f"{len(rewards)} steps, {time.monotonic() - started:.0f} s, {cpu_s() - cpu_before:.0f} s of CPU"
-        sys.stdout.write(f"seed {seed}: first {first:.3f}, last {last:.3f}, rise {last - first:+.3f} ({took})\n")
-        sys.stdout.flush()
-    sys.stdout.write(f"mean rise {statistics.mean(rises):+.3f} over {len(rises)} seeds\n")
+        print(f"seed {seed}: first {first:.3f}, last {last:.3f}, rise {last - first:+.3f} ({took})", flush=True)
+    print(f"mean rise {statistics.mean(rises):+.3f} over {len(rises)} seeds")
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

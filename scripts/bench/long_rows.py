@@ -8,75 +8,66 @@ there before it, counted tensor by tensor (`learner/memory/meter.py`); and secon
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import harness
+import torch
+from update_work import ModelSize, save_model
+
+from skyrl_train.batch import batch_of_lengths
+from skyrl_train.batch.planner import make_micro_batch_strategy
+from skyrl_train.batch.steps import close_mini_batch
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
+from skyrl_train.distributed import SequenceGroup, Sharded, join, leave
+from skyrl_train.endpoints import Rendezvous
+from skyrl_train.learner import ModelEngine, PolicyLearner
+from skyrl_train.learner.memory import CountingMeter
+from skyrl_train.model import load_causal_lm
+
 MIB = 1 << 20
 MAX_DIFFERENCE = 1e-5
 TIMEOUT_S = 1800.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--groups", default="1,2,4")
     parser.add_argument("--checkpointing", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     norms = []
+    # Heads of 64 features, four to each key and value head.
+    heads = (args.hidden // 64, max(1, args.hidden // 256))
+    size = ModelSize(args.hidden, args.layers, *heads, 3 * args.hidden, args.vocabulary)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), args)
-        for size in (int(text) for text in args.groups.split(",")):
-            found = measure(Path(folder), size, args)
+        save_model(folder, size, max_position_embeddings=args.positions, tie_word_embeddings=False)
+        for ranks in (int(text) for text in args.groups.split(",")):
+            found = measure(Path(folder), ranks, args)
             peak, seconds = (max(each[name] for each in found) for name in ("peak_bytes", "cpu_s"))
             norms.append(found[0]["norm"])
-            print(f"{size} ranks: {peak / MIB:.0f} MiB, {seconds:.1f} s CPU, gradient norm {norms[-1]:.6f}", flush=True)
+            print(
+                f"{ranks} ranks: {peak / MIB:.0f} MiB, {seconds:.1f} s CPU, gradient norm {norms[-1]:.6f}", flush=True
+            )
     if max(norms) - min(norms) > MAX_DIFFERENCE * max(norms):
         raise SystemExit(f"gradient norms differ: {norms}")
 
 
-def save_model(folder: Path, args: argparse.Namespace) -> None:
-    """A random Qwen2 with heads of 64 features, four to each key and value head."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=max(1, args.hidden // 256),
-        max_position_embeddings=args.positions,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
 def measure(folder: Path, size: int, args: argparse.Namespace) -> list[dict[str, float]]:
     """Of each rank."""
-    import torch
-
     torch.multiprocessing.start_processes(run_rank, args=(folder, size, args), nprocs=size, start_method="spawn")
     return [torch.load(folder / f"{size}_{rank}.pt") for rank in range(size)]
 
 
 def run_rank(rank: int, folder: Path, size: int, args: argparse.Namespace) -> None:
     """One update, after a small one that has everything imported and gathered once."""
-    import torch
-
-    from skyrl_train.distributed import join, leave
-    from skyrl_train.endpoints import Rendezvous
-    from skyrl_train.learner.memory import CountingMeter
-
     place = f"file://{folder}/store_{size}"
     join(Rendezvous(rank=rank, num_ranks=size, init_method=place, timeout_s=TIMEOUT_S), torch.device("cpu"))
     torch.set_num_threads(1)
@@ -92,17 +83,7 @@ def run_rank(rank: int, folder: Path, size: int, args: argparse.Namespace) -> No
     leave()
 
 
-def make_learner(folder: Path, size: int, args: argparse.Namespace) -> Any:
-    import torch
-
-    from skyrl_train.batch.planner import make_micro_batch_strategy
-    from skyrl_train.config import TrainerConfig
-    from skyrl_train.config.algorithm import AlgorithmConfig
-    from skyrl_train.config.models import ModelConfig, OptimizerConfig
-    from skyrl_train.distributed import SequenceGroup, Sharded
-    from skyrl_train.learner import ModelEngine, PolicyLearner
-    from skyrl_train.model import load_causal_lm
-
+def make_learner(folder: Path, size: int, args: argparse.Namespace) -> PolicyLearner:
     config = ModelConfig(path=str(folder), gradient_checkpointing=args.checkpointing)
     group = SequenceGroup(size, timeout_s=TIMEOUT_S) if size > 1 else None
     trainer = TrainerConfig(layout="packed")
@@ -117,13 +98,8 @@ def make_learner(folder: Path, size: int, args: argparse.Namespace) -> Any:
     return PolicyLearner(engine, model=config, algorithm=AlgorithmConfig(), temperature=1.0)
 
 
-def update(learner: Any, num_tokens: int, vocabulary: int) -> float:
+def update(learner: PolicyLearner, num_tokens: int, vocabulary: int) -> float:
     """On one row; the norm of the gradient, of which nothing is left."""
-    import torch
-
-    from skyrl_train.batch import batch_of_lengths
-    from skyrl_train.batch.steps import close_mini_batch
-
     generator = torch.Generator().manual_seed(1)
     batch = batch_of_lengths([num_tokens]).with_columns(
         input_ids=torch.randint(0, vocabulary, (num_tokens,), generator=generator).int(),
@@ -138,4 +114,4 @@ def update(learner: Any, num_tokens: int, vocabulary: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

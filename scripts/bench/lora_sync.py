@@ -8,19 +8,15 @@ Models have random weights. Both ways take turns on engines of their own; CPU se
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import harness
 from weight_sync import save_model
 
 from skyrl_train.config import Config
@@ -87,23 +83,22 @@ def request(number: int) -> GenerationRequest:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 100], help="of the model's weights")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--syncs", type=int, default=5)
     args = parser.parse_args(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    print("| megabytes | way | MB a sync | CPU s a sync | tokens a CPU s |\n|---|---|---|---|---|")
+    table = harness.Table("megabytes", "way", "MB a sync", "CPU s a sync", "tokens a CPU s")
     for megabytes in args.megabytes:
         with tempfile.TemporaryDirectory(prefix="bench-lora-sync-") as scratch:
             num_bytes = save_model(Path(scratch), megabytes)
             for way in WAYS:
                 cost = measure(Path(scratch), way, rank=args.rank, syncs=args.syncs)
-                sent = f"{num_bytes / 1e6:.0f} | {way} | {cost.num_bytes / 1e6:.2f}"
-                print(f"| {sent} | {cost.sync_s:.3f} | {cost.tokens_per_s:.0f} |", flush=True)
-    return 0
+                sent = (f"{num_bytes / 1e6:.0f}", way, f"{cost.num_bytes / 1e6:.2f}")
+                table.row(*sent, f"{cost.sync_s:.3f}", f"{cost.tokens_per_s:.0f}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

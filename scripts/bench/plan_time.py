@@ -12,14 +12,15 @@ which no run was made, for rows as long as the run's; with `--check` an update m
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
+import harness
+
+EXPERIMENT = "+experiment=gsm8k_multiturn"
 TOLERANCE, MACHINE_TOLERANCE = 0.2, 0.3
 RUNS = {
     "small": ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4"],
@@ -29,39 +30,25 @@ RUNS = {
 
 
 def overrides(name: str, steps: int) -> list[str]:
-    """Return the command line of a run, which writes no checkpoint and evaluates nothing but at its end."""
-    return ["+experiment=gsm8k_multiturn", f"trainer.total_steps={steps}", "trainer.eval_interval=0", *RUNS[name]]
+    """Return those of a run that evaluates nothing but at its end."""
+    return [f"trainer.total_steps={steps}", "trainer.eval_interval=0", *RUNS[name]]
 
 
-def run(name: str, steps: int, folder: Path) -> float:
-    """Make the run in `folder`; return the seconds of a step."""
-    return median(record["timing/step"] for record in run_of(overrides(name, steps), folder))
-
-
-def run_of(settings: list[str], folder: Path) -> list[dict[str, float]]:
+def run_of(settings: Sequence[str], folder: Path) -> list[dict[str, float]]:
     """Make a run in `folder`; return the records of its steps but the first."""
-    command = [sys.executable, "-m", "skyrl_train.main", *settings, f"output_dir={folder}"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = harness.trained(folder, *settings, deadline_s=1800.0)
     return [record for record in records if "timing/update" in record][1:]
 
 
-def predict(name: str, steps: int, rates: Path) -> float:
-    """Return the seconds of a step by a plan that takes the rates of the run in `rates`: of what every step does."""
-    phases = phases_of([*overrides(name, steps), f"plan.rates={rates}"])
-    return sum(seconds for name, seconds in phases.items() if name not in ("checkpoint", "evaluate"))
-
-
-def phases_of(settings: list[str]) -> dict[str, float]:
+def phases_of(settings: Sequence[str]) -> dict[str, float]:
     """Return the seconds of each phase by a plan."""
-    command = [sys.executable, "-m", "skyrl_train.plan", "--format", "json", *settings]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600, encoding="utf-8")
-    return {phase["name"]: phase["seconds"] for phase in json.loads(done.stdout)["time"]["phases"]}
+    said = harness.apart(["-m", "skyrl_train.plan", "--format", "json", *settings], deadline_s=600.0)
+    return {phase["name"]: phase["seconds"] for phase in json.loads(said)["time"]["phases"]}
 
 
-def against_machine(settings: list[str], steps: int, folder: Path) -> float:
+def against_machine(settings: Sequence[str], steps: int, folder: Path) -> float:
     """Print each phase as predicted and as measured; return how far the update is off."""
-    experiment = [] if any(each.startswith("+experiment=") for each in settings) else ["+experiment=gsm8k_multiturn"]
+    experiment = [] if any(each.startswith("+experiment=") for each in settings) else [EXPERIMENT]
     common = [*experiment, "trainer.eval_interval=0", "trainer.eval_before_train=false", *settings]
     records = run_of([*common, f"trainer.total_steps={steps}"], folder)
     predicted = phases_of([*common, f"plan.lengths={folder / 'rollouts'}"])
@@ -72,28 +59,33 @@ def against_machine(settings: list[str], steps: int, folder: Path) -> float:
     return predicted["update"] / median(record["timing/update"] for record in records) - 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--machine", action="store_true")
     parser.add_argument("overrides", nargs="*", help="with --machine")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    args = parser.parse_args(argv)
+    with TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
         if args.machine:
-            error = against_machine(args.overrides, args.steps, Path(folder) / "run")
+            error = against_machine(args.overrides, args.steps, folder / "run")
             return int(args.check and abs(error) > MACHINE_TOLERANCE)
-        measured = {name: run(name, args.steps, Path(folder) / name) for name in RUNS}
+        measured = {
+            name: median(record["timing/step"] for record in run_of(overrides(name, args.steps), folder / name))
+            for name in RUNS
+        }
         errors = []
         for name, other in (("large", "small"), ("small", "large")):
-            predicted = predict(name, args.steps, Path(folder) / other)
+            phases = phases_of([EXPERIMENT, *overrides(name, args.steps), f"plan.rates={folder / other}"])
+            predicted = sum(s for phase, s in phases.items() if phase not in ("checkpoint", "evaluate"))
             errors.append(predicted / measured[name] - 1)
             print(
                 f"{name}: {predicted:.2f} s a step predicted by the rates of the {other} run, {measured[name]:.2f} s "
                 f"measured ({errors[-1]:+.1%})"
             )
-    return int(args.check and max(abs(error) for error in errors) > TOLERANCE)
+    return int(args.check and max(map(abs, errors)) > TOLERANCE)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

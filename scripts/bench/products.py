@@ -10,18 +10,14 @@ Pairs that a causal call computes in vain count. The least of five CPU times eac
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product as product_of
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from skyrl_train.model.layers import product
 
@@ -41,13 +37,8 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 def rate(call: Callable[[], object], operations: float) -> float:
     """GFLOP/s of the fastest of five calls, after one that is not counted."""
-    seconds = []
     call()
-    for _ in range(5):
-        start = time.process_time()
-        call()
-        seconds.append(time.process_time() - start)
-    return operations / min(seconds) / 1e9
+    return operations / harness.timed(call, 5)[0] / 1e9
 
 
 def attention_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -94,10 +85,11 @@ def attention_rates(heads: int, size: int, queries: int, keys: int, *, causal: b
     ]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    harness.arguments(__doc__).parse_args(argv)
     torch.set_num_threads(1)
-    print("| positions x in x out | torch: output | by input | by weight | here: output | by input | by weight |")
-    print("|---|---|---|---|---|---|---|")
+    parts = ("output", "by input", "by weight")
+    table = harness.Table("positions x in x out", *(f"{who}: {part}" for who in ("torch", "here") for part in parts))
     ways: tuple[Multiply, ...] = (lambda left, right: left @ right.T, product)
     for positions, size, out in LAYERS:
         inputs, weight, by_output = torch.randn(positions, size), torch.randn(out, size), torch.randn(positions, out)
@@ -107,14 +99,14 @@ def main() -> None:
             for way in ways
             for left, right in operands
         ]
-        print(f"| {positions} x {size} x {out} | {' | '.join(cells)} |", flush=True)
-    print("\n| attention: queries x keys, heads x size | kernel: forward | backward | products: forward | backward |")
-    print("|---|---|---|---|---|")
+        table.row(f"{positions} x {size} x {out}", *cells)
+    ways_there = [f"{who}: {part}" for who in ("kernel", "products") for part in ("forward", "backward")]
+    table = harness.Table("queries x keys, heads x size", *ways_there, title="Attention")
     for (heads, size), (queries, keys, causal) in product_of(HEADS, PARTS):
         cells = [f"{each:.0f}" for each in attention_rates(heads, size, queries, keys, causal=causal)]
         name = f"{queries} x {keys}{', causal' if causal else ''}, {heads} x {size}"
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        table.row(name, *cells)
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

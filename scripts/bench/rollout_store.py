@@ -15,26 +15,23 @@ random. What is compared is the writer of JSON lines that there was before Parqu
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from synthetic_rollouts import VOCABULARY, make_rollouts
 
 from skyrl_train.system.files import json_line
 from skyrl_train.telemetry.records import encode_trajectory, pairs_of, read_rollouts, write_rollouts
-from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn, VersionRun
+from skyrl_train.types import RolloutBatch
 
-VOCABULARY = 150_000
 TARGETS = {"core": 8.0, "column": 4.0, "speed": 5.0, "held": 35.0, "peak": 50.0}
 """Bytes a token on disk, bytes of a further column, times the tokens per CPU second, bytes a token in memory."""
 CORE = ("added_token_ids", "response_token_ids", "loss_mask", "versions", "logprobs")
@@ -55,11 +52,23 @@ class Line:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens-per-sequence", type=int, default=2000)
+    parser.add_argument("--ids", choices=("words", "uniform"), default="words")
+    parser.add_argument("--repeats", type=int, default=3, help="the best of so many is taken")
+    parser.add_argument("--folder", default=None, help="where files are written; the system's temporary folder")
+    args = parser.parse_args(argv)
     tracemalloc.start()
-    maker = Maker(args)
+    maker = Maker(args.ids)
     before = tracemalloc.get_traced_memory()[0]
-    rollouts = maker.rollouts()
+    rollouts = make_rollouts(
+        *(args.prompts, args.samples, 2, args.tokens_per_sequence),
+        ids=maker.ids,
+        text=maker.text,
+        logprobs=maker.logprobs,
+    )
     gc.collect()
     held = tracemalloc.get_traced_memory()[0] - before
     columns = maker.columns(rollouts)
@@ -110,22 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(line.is_met for line in lines) else 1
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens-per-sequence", type=int, default=2000)
-    parser.add_argument("--ids", choices=("words", "uniform"), default="words")
-    parser.add_argument("--repeats", type=int, default=3, help="the best of so many is taken")
-    parser.add_argument("--folder", default=None, help="where files are written; the system's temporary folder")
-    return parser.parse_args(argv)
-
-
 class Maker:
-    """Each sequence: a prompt of a fifth, then two turns of seven parts response and one part observation."""
+    """Of ids, and of what goes with them. `ids` is "words" or "uniform"."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._numbers = args, np.random.default_rng(0)
+    def __init__(self, ids: str) -> None:
+        self._kind, self._numbers = ids, np.random.default_rng(0)
         self._order = self._numbers.permutation(VOCABULARY).astype(np.int32)
         shares = np.cumsum(1 / np.arange(1, VOCABULARY + 1))
         self._shares = shares / shares[-1]
@@ -133,17 +131,6 @@ class Maker:
         letters = self._numbers.integers(97, 123, int(lengths.sum()), dtype=np.uint8).tobytes().decode()
         ends = np.cumsum(lengths).tolist()
         self._words = [letters[start:stop] for start, stop in zip([0, *ends], ends)]
-
-    def rollouts(self) -> RolloutBatch:
-        args, prompts, trajectories = self._args, [], []
-        for index in range(args.prompts):
-            ids = self._ids(args.tokens_per_sequence // 5)
-            text = self._text(ids)
-            prompts.append(
-                Prompt(uid=f"train-{index}", messages=({"role": "user", "content": text},), env_class="gsm8k")
-            )
-            trajectories += [self._trajectory(f"train-{index}", sample, ids) for sample in range(args.samples)]
-        return RolloutBatch(prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=args.samples)
 
     def columns(self, rollouts: RolloutBatch) -> dict[str, list[list[Any]]]:
         """Advantages are equal within a trajectory, as those of GRPO are; log-probabilities are near the engine's."""
@@ -157,36 +144,16 @@ class Maker:
                 found[name].append([(each * (1 + more)).astype(np.float32) for each, more in zip(scored, noise)])
         return found
 
-    def _trajectory(self, uid: str, sample: int, prompt: np.ndarray) -> Trajectory:
-        per_turn = (self._args.tokens_per_sequence - len(prompt)) // 2
-        turns, added = [], prompt
-        for number in range(2):
-            response = self._ids(per_turn - per_turn // 8)
-            turns.append(
-                Turn(
-                    parent=number - 1 if number else None,
-                    added_token_ids=added,
-                    response_token_ids=response,
-                    response_logprobs=-self._numbers.exponential(0.5, len(response)).astype(np.float32),
-                    loss_mask=np.ones(len(response), np.bool_),
-                    response_text=self._text(response),
-                    reward=float(sample % 2),
-                    stop_reason=StopReason.STOP,
-                    weight_versions=(VersionRun(start=0, version=7),),
-                )
-            )
-            added = self._ids(per_turn // 8)
-        return Trajectory(
-            prompt_uid=uid, sample_index=sample, turns=tuple(turns), outcome=Outcome.DONE, metrics={"solved": 1.0}
-        )
-
-    def _ids(self, count: int) -> np.ndarray:
-        if self._args.ids == "uniform":
+    def ids(self, count: int) -> np.ndarray:
+        if self._kind == "uniform":
             return self._numbers.integers(0, VOCABULARY, count, dtype=np.int32)
         return self._order[np.searchsorted(self._shares, self._numbers.random(count))]
 
-    def _text(self, ids: np.ndarray) -> str:
+    def text(self, ids: np.ndarray) -> str:
         return " ".join([self._words[each] for each in ids.tolist()])
+
+    def logprobs(self, count: int) -> np.ndarray:
+        return -self._numbers.exponential(0.5, count).astype(np.float32)
 
 
 def write_json_lines(path: Path, rollouts: RolloutBatch, advantages: Sequence[Sequence[np.ndarray]]) -> None:
@@ -203,12 +170,7 @@ def write_json_lines(path: Path, rollouts: RolloutBatch, advantages: Sequence[Se
 
 def best(work: Callable[[], object], repeats: int) -> float:
     """CPU seconds of the process."""
-    found = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        found.append(time.process_time() - start)
-    return min(found)
+    return harness.timed(work, repeats)[0]
 
 
 def peak_of_writing(folder: Path, rollouts: RolloutBatch, columns: dict[str, list[list[Any]]]) -> int:
@@ -241,19 +203,12 @@ def column_sizes(path: Path) -> dict[str, int]:
 
 
 def report(lines: Sequence[Line], title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("what")
-    for name in ("found", "aimed"):
-        table.add_column(name, justify="right")
+    table = harness.Table("what", "found", "aimed", title=title)
     for line in lines:
-        aimed = (
-            f"{'>=' if line.at_least else '<='} {line.target:g}{'' if line.is_met else '  MISSED'}"
-            if line.target
-            else ""
-        )
-        table.add_row(line.what, f"{line.found:,.2f}" if line.found < 1000 else f"{line.found:,.0f}", aimed)
-    Console(width=100).print(table)
+        bound = f"{'>=' if line.at_least else '<='} {line.target:g}{'' if line.is_met else ' MISSED'}"
+        found = f"{line.found:,.2f}" if line.found < 1000 else f"{line.found:,.0f}"
+        table.row(line.what, found, bound if line.target else "")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    harness.run(main)

@@ -15,29 +15,28 @@ wave that is not counted. An engine that is not installed is left out with the r
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from itertools import product
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
-
-from update_work import EOS, FIRST_TOKEN, PAD, SIZES, build_model  # noqa: E402
+import harness
+from update_work import EOS, FIRST_TOKEN, PAD, SIZES, build_model
 
 Wave = list[tuple[list[int], int]]
 """(prompt, tokens of its response)."""
 Engine = Callable[[Wave], list[list[int]]]
 """The responses of a wave."""
 
+SINGLE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""One process, one thread."""
 SHAPES = {
     # name: prompts, samples, tokens of a prompt, median and most tokens of a response
     "short": (32, 8, (50, 90), 30, 120),
@@ -46,64 +45,36 @@ SHAPES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--models", default="tiny,mid")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--engines", default="ours,transformers,vllm")
     parser.add_argument("--turns", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", help="JSON of one measurement, which is printed as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(measure(**json.loads(args.one))))
         return
     engines = args.engines.split(",")
-    print(f"{'model':6} {'shape':14} turns  " + "  ".join(f"{name:>24}" for name in engines))
-    for model in args.models.split(","):
-        for shape in args.shapes.split(","):
-            for turns in map(int, args.turns.split(",")):
-                _compare(engines, args.rounds, {"model": model, "shape": shape, "turns": turns})
+    table = harness.Table("model", "shape", "turns", *engines)
+    for model, shape, turns in product(args.models.split(","), args.shapes.split(","), map(int, args.turns.split(","))):
+        spec = {"model": model, "shape": shape, "turns": turns}
 
+        def rate(engine: str, _: int, spec: dict[str, object] = spec) -> float:
+            words = [__file__, "--one", json.dumps({**spec, "engine": engine})]
+            one = harness.answer(harness.apart(words, deadline_s=1800.0, **SINGLE))
+            return float(one["tokens"] / one["seconds"])
 
-def _compare(engines: Sequence[str], rounds: int, spec: dict[str, Any]) -> None:
-    """Print one line of the table: tokens a CPU second, and how often the first engine makes as many."""
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    reasons: dict[str, str] = {}
-    for _ in range(rounds):
-        for name in engines:
-            if name not in reasons:
-                outcome = _apart({**spec, "engine": name})
-                if isinstance(outcome, str):
-                    reasons[name] = outcome
-                else:
-                    found[name].append(outcome["tokens"] / outcome["seconds"])
-    rates = {name: statistics.median(values) for name, values in found.items() if values}
-    first = rates.get(engines[0])
-    cells = [
-        reasons[name][:24]
-        if name in reasons
-        else f"{rates[name]:,.0f} tokens/s {first / rates[name]:5.1f}x"
-        if first
-        else f"{rates[name]:,.0f} tokens/s"
-        for name in engines
-    ]
-    print(
-        f"{spec['model']:6} {spec['shape']:14} {spec['turns']:5}  " + "  ".join(f"{cell:>24}" for cell in cells),
-        flush=True,
-    )
-
-
-def _apart(spec: dict[str, Any]) -> dict[str, float] | str:
-    """Measure in a process of its own, or say why it cannot be."""
-    single = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    environment = {**os.environ, **single, "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, __file__, "--one", json.dumps(spec)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800, check=False)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    outcome: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return outcome
+        found, failed = harness.in_turns(engines, range(args.rounds), rate)
+        rates = {name: statistics.median(values) for name, values in found.items()}
+        first = rates.get(engines[0])
+        times = {name: f" {first / each:.1f}x" if first else "" for name, each in rates.items()}
+        cells = [
+            failed[name][:24] if name in failed else f"{rates[name]:,.0f} tokens/s{times[name]}" for name in engines
+        ]
+        table.row(model, shape, turns, *cells)
 
 
 def measure(*, model: str, shape: str, turns: int, engine: str) -> dict[str, float]:
@@ -224,4 +195,4 @@ def _ids(rng: random.Random, count: int, vocabulary: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

@@ -12,8 +12,11 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+
+import harness
+from update_work import ModelSize, save_model
 
 from skyrl_train.config import Config
 from skyrl_train.config.models import GeneratorConfig, ModelConfig, PlatformConfig, VLLMConfig
@@ -24,46 +27,28 @@ from skyrl_train.types import GenerationRequest, SamplingParams
 _REPETITIONS = 5
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="skyrl-bench-") as folder:
-        save_model(Path(folder), arguments.vocabulary)
-        print("| seeds | tokens per second, median | slowest and fastest |\n|---|---|---|")
+        # Its end-of-sequence token is as unlikely as any other.
+        save_model(folder, ModelSize(64, 2, 2, 2, 128, arguments.vocabulary), max_position_embeddings=1024)
+        table = harness.Table("seeds", "tokens per second, median", "slowest and fastest")
         for row in ("one a request, our sampler", "one a request, vLLM's generators", "none"):
-            speeds = sorted(measure(row, Path(folder), arguments))
-            print(f"| {row} | {statistics.median(speeds):.0f} | {speeds[0]:.0f} to {speeds[-1]:.0f} |", flush=True)
+            speeds = sorted(measure(row, folder, arguments))
+            table.row(row, f"{statistics.median(speeds):.0f}", f"{speeds[0]:.0f} to {speeds[-1]:.0f}")
 
 
-def save_model(folder: Path, vocabulary: int) -> None:
-    """A random model whose end-of-sequence token is as unlikely as any other."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
-def measure(seeds: str, folder: Path, arguments: argparse.Namespace) -> list[float]:
+def measure(seeds: str, folder: str, arguments: argparse.Namespace) -> list[float]:
     """Tokens per second of each repetition; the first, which warms up, is left out."""
     config = replace(
         Config(),
-        model=ModelConfig(path=str(folder), tokenizer_path=Config().model.path),
+        model=ModelConfig(path=folder, tokenizer_path=Config().model.path),
         platform=PlatformConfig(name="cpu" if arguments.device == "cpu" else "gpu", device=arguments.device),
         generator=GeneratorConfig(
             backend="vllm",
@@ -97,4 +82,4 @@ def measure(seeds: str, folder: Path, arguments: argparse.Namespace) -> list[flo
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
+from update_trl import NOTHING_BESIDE
 
 from skyrl_train.config import SFTConfig
 from skyrl_train.config.models import ModelConfig, OptimizerConfig
@@ -158,18 +160,12 @@ def run_trl(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> Curve:
                 per_device_train_batch_size=args.trl_micro_batch_size,
                 gradient_accumulation_steps=accumulate,
                 learning_rate=LEARNING_RATE,
-                lr_scheduler_type="constant",
                 weight_decay=0.0,
-                max_grad_norm=1.0,
                 max_length=args.max_length,
                 assistant_only_loss=True,
-                gradient_checkpointing=False,
                 bf16=False,
-                use_cpu=True,
                 logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
+                **NOTHING_BESIDE,
             ),
         )
         trainer.train()
@@ -177,8 +173,8 @@ def run_trl(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> Curve:
     return Curve(losses=tuple(losses), cpu_s=tuple(cpu_s), token_sums=tuple(sums), num_tokens=tuple(counts))
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with question and answer")
     parser.add_argument("--model", default="builtin:tiny_qwen2", help="folder, hub name or builtin:NAME")
     parser.add_argument("--steps", type=int, default=20)
@@ -187,23 +183,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="token positions per forward of ours")
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of an example")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each variant, interleaved")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = read_rows(args.data, args.steps * args.batch_size)
-    curves: dict[str, list[Curve]] = {"TRL": [], "padded": [], "packed": []}
-    for _ in range(args.rounds):
-        curves["TRL"].append(run_trl(rows, args))
-        for layout in ("padded", "packed"):
-            curves[layout].append(run_ours(rows, args, layout))
+
+    def measure(name: str, _: int) -> Curve:
+        return run_trl(rows, args) if name == "TRL" else run_ours(rows, args, name)
+
+    curves, _ = harness.in_turns(("TRL", "padded", "packed"), range(args.rounds), measure)
     trl = curves["TRL"][0]
-    print(f"\n{'step':>5} {'tokens':>8} {'TRL':>10} {'padded':>10} {'packed':>10}")
-    for step, loss in enumerate(trl.losses):
-        ours = " ".join(f"{curves[name][0].losses[step]:10.5f}" for name in ("padded", "packed"))
-        print(f"{step + 1:>5} {trl.num_tokens[step]:>8} {loss:10.5f} {ours}")
+    table = harness.Table("step", "tokens", *curves, title="Loss")
+    for step, tokens in enumerate(trl.num_tokens):
+        table.row(step + 1, tokens, *(f"{runs[0].losses[step]:.5f}" for runs in curves.values()))
     rate = statistics.median(curve.tokens_per_cpu_s for curve in curves["TRL"])
     for name, runs in curves.items():
         curve = runs[0]
@@ -217,4 +208,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

@@ -14,19 +14,19 @@ old, and the table has the mean age that was trained on. The first steps of a ru
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from skyrl_train.telemetry import read_metrics
+import harness
+from harness import spread
+
 from skyrl_train.telemetry.trackers import new_figure, save_figure
 
-RUN_TIMEOUT_S = 1800.0
+RUN_DEADLINE_S = 1800.0
 CORRECTIONS = ("none", "token")
 """Values of `trainer.algorithm.off_policy.weight`."""
 LAST_STEPS = 5
@@ -69,11 +69,10 @@ def settings(staleness: Sequence[int]) -> Iterator[Setting]:
             yield Setting(staleness=each, correction=correction)
 
 
-def command(folder: Path, setting: Setting, seed: int, args: argparse.Namespace) -> list[str]:
-    """The run, of half the experiment's batch and with a higher learning rate: more updates, which differ more."""
+def overrides(setting: Setting, seed: int, args: argparse.Namespace) -> list[str]:
+    """Of a run with half the experiment's batch and a higher learning rate: more updates, which differ more."""
     return [
-        *(sys.executable, "-m", "skyrl_train.main", "+experiment=gsm8k_multiturn", "platform=cpu"),
-        f"hydra.run.dir={folder}",
+        "platform=cpu",
         f"seed={seed}",
         f"trainer.max_staleness={setting.staleness}",
         f"trainer.algorithm.off_policy.weight={setting.correction}",
@@ -84,29 +83,12 @@ def command(folder: Path, setting: Setting, seed: int, args: argparse.Namespace)
         f"trainer.policy.optimizer.lr={args.lr}",
         f"trainer.eval_interval={args.eval_interval}",
         f"data.max_validation_prompts={args.held_out}",
-        "trainer.ckpt_interval=0",
-        "trainer.export_hf=false",
-        "trainer.dump_rollouts=false",
+        *harness.STEPS_ALONE,
     ]
 
 
-def make(folder: Path, setting: Setting, seed: int, args: argparse.Namespace) -> None:
-    """Raises RuntimeError with what a run printed last where it fails, TimeoutExpired."""
-    if (folder / "complete.json").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (folder / "printed.log").open("wb") as log:
-        words = command(folder, setting, seed, args)
-        done = subprocess.run(words, check=False, stdout=log, stderr=log, env=environment, timeout=RUN_TIMEOUT_S)
-    if done.returncode:
-        said = (folder / "printed.log").read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"{folder} ended with status {done.returncode}:\n{said}")
-
-
-def read(root: Path, setting: Setting, seeds: Sequence[int]) -> Curve:
-    """What the runs left in their folders."""
-    runs = [read_metrics(root / f"{setting.name}_seed_{seed}" / "metrics.jsonl") for seed in seeds]
+def curve_of(setting: Setting, runs: Sequence[Sequence[dict[str, Any]]]) -> Curve:
+    """Of the metrics of a setting's runs."""
     evaluated = [[record for record in records if _ACCURACY in record] for records in runs]
     trained = [[record for record in records if "reward/mean" in record] for records in runs]
     return Curve(
@@ -121,24 +103,14 @@ def read(root: Path, setting: Setting, seeds: Sequence[int]) -> Curve:
     )
 
 
-def spread(values: Sequence[float]) -> str:
-    """`0.912 ± 0.013`: mean and standard deviation."""
-    return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
-
-
 def show(curves: Sequence[Curve]) -> None:
-    """Prints a table in Markdown."""
-    print("| staleness | weight | mean age | held out, half way | held out, end | reward, last steps |")
-    print("|---|---|---|---|---|---|")
+    table = harness.Table(
+        "staleness", "weight", "mean age", "held out, half way", "held out, end", "reward, last steps"
+    )
     for curve in curves:
         half = curve.accuracies[len(curve.accuracies) // 2]
-        cells = [
-            curve.setting.staleness,
-            curve.setting.correction,
-            f"{statistics.fmean(curve.ages):.2f}",
-            *(spread(each) for each in (half, curve.accuracies[-1], curve.rewards)),
-        ]
-        print("| " + " | ".join(map(str, cells)) + " |")
+        found = (spread(each) for each in (half, curve.accuracies[-1], curve.rewards))
+        table.row(curve.setting.staleness, curve.setting.correction, f"{statistics.fmean(curve.ages):.2f}", *found)
 
 
 def draw(curves: Sequence[Curve], picture: Path) -> None:
@@ -167,9 +139,8 @@ def draw(curves: Sequence[Curve], picture: Path) -> None:
     save_figure(figure, panels[0], picture)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
     parser.add_argument("folder", type=Path, help="where the runs are, or will be")
     parser.add_argument("--picture", type=Path, help="where to draw the curves")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
@@ -180,28 +151,33 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-interval", type=int, default=4, help="steps")
     parser.add_argument("--held-out", type=int, default=64, help="prompts")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    return parser.parse_args(arguments)
+    return parser.parse_args(argv)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Makes the runs that are missing; prints the table and draws the picture."""
-    args = parse(arguments)
-    seeds, all_settings = range(1, args.seeds + 1), list(settings(args.staleness))
+    args = parse(argv)
+    all_settings = list(settings(args.staleness))
     with ThreadPoolExecutor(args.jobs) as pool:
         # Seed after seed: where it is broken off, whole curves are there.
-        made = [
-            pool.submit(make, args.folder / f"{setting.name}_seed_{seed}", setting, seed, args)
-            for seed in seeds
+        made = {
+            (setting, seed): pool.submit(
+                harness.trained,
+                args.folder / f"{setting.name}_seed_{seed}",
+                *overrides(setting, seed, args),
+                deadline_s=RUN_DEADLINE_S,
+            )
+            for seed in range(1, args.seeds + 1)
             for setting in all_settings
-        ]
-        for future in made:
-            future.result()
-    curves = [read(args.folder, setting, seeds) for setting in all_settings]
+        }
+        found = {key: future.result() for key, future in made.items()}
+    curves = [
+        curve_of(each, [runs for (setting, _), runs in found.items() if setting == each]) for each in all_settings
+    ]
     show(curves)
     if args.picture:
         draw(curves, args.picture)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    harness.run(main)

@@ -10,21 +10,21 @@ command was typed. A stage ends where the function that it is named after return
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import harness
+
 OVERRIDES = ("+experiment=gsm8k_multiturn", "data.validation=[]", "trainer.total_steps=1")
-TIMEOUT_S = 600.0
+DEADLINE_S = 600.0
 
 
-def run_child(folder: Path, overrides: list[str]) -> None:
+def run_child(folder: Path, overrides: Sequence[str]) -> None:
     """The trainer, with the time noted at the end of each stage."""
     marks: list[tuple[str, float]] = []
 
@@ -69,33 +69,21 @@ def run_child(folder: Path, overrides: list[str]) -> None:
     entry.main()
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
-        run_child(Path(sys.argv[2]), sys.argv[3:])
-        return 0
+def main(argv: Sequence[str]) -> None:
+    if argv[:1] == ["--child"]:
+        run_child(Path(argv[1]), argv[2:])
+        return
+    harness.arguments(__doc__).parse_known_args(argv)  # for --help: what is left goes to the command
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as scratch:
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", scratch, *sys.argv[1:]]
         started = time.time()
-        child = subprocess.run(
-            command,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        if child.returncode:
-            print(child.stdout[-4000:], file=sys.stderr)
-            return child.returncode
+        harness.apart([__file__, "--child", scratch, *argv], deadline_s=DEADLINE_S)
         marks = json.loads((Path(scratch) / "marks.json").read_text(encoding="utf-8"))
-    print("| stage | seconds | since the command |\n|---|---|---|")
+    table = harness.Table("stage", "seconds", "since the command")
     before = started
     for name, at in marks:
-        print(f"| {name} | {at - before:.1f} | {at - started:.1f} |")
+        table.row(name, f"{at - before:.1f}", f"{at - started:.1f}")
         before = at
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

@@ -18,23 +18,19 @@ first step whose 256 rollouts average so much.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-from update_peers import package_folders  # noqa: E402
+import harness
+from update_peers import package_folders
 
 PROMPTS, SAMPLES, MOST_TOKENS, LEARNING_RATE = 32, 8, 64, 5e-5
 CLOCK = "SKYRL_TRAIN_BENCH_CLOCK"
@@ -49,52 +45,41 @@ Outcome = list[dict[str, float]]
 """A line for each step: CPU and wall seconds since the start, the mean reward, tokens sampled for each trajectory."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--trainers", default="ours;trl;ours, vLLM;trl, vLLM", help="separated by semicolons")
     parser.add_argument("--turns", default="1,2")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--reward", type=float, default=0.6)
     parser.add_argument("--at", action="append", default=[], metavar="PACKAGE=FOLDER", help="where TRL is installed")
-    parser.add_argument("--log", help="a file that each run's steps are added to, as JSON lines")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    trl = package_folders(args.at).get("trl", "")
     for turns in map(int, args.turns.split(",")):
-        found: dict[str, list[Outcome]] = {name: [] for name in args.trainers.split(";")}
-        reasons: dict[str, str] = {}
-        for seed in map(int, args.seeds.split(",")):
-            for name in found:
-                outcome = reasons.get(name) or run(name, turns=turns, seed=seed, steps=args.steps, at=args.at)
-                if isinstance(outcome, str):
-                    reasons[name] = outcome
-                else:
-                    found[name].append(outcome)
-                    if args.log:
-                        with open(args.log, "a", encoding="utf-8") as file:
-                            line = {"trainer": name, "turns": turns, "seed": seed, "steps": outcome}
-                            file.write(json.dumps(line) + "\n")
-        report(turns, found, reasons, goal=args.reward)
+        measure = partial(run, turns=turns, steps=args.steps, trl=trl)
+        found, failed = harness.in_turns(args.trainers.split(";"), map(int, args.seeds.split(",")), measure)
+        report(turns, found, goal=args.reward)
+        for name, reason in failed.items():
+            print(f"{name}: {reason}")
 
 
-def report(turns: int, found: dict[str, list[Outcome]], reasons: dict[str, str], *, goal: float) -> None:
+def report(turns: int, found: dict[str, list[Outcome]], *, goal: float) -> None:
     """Print a table; ratios are to the trainer beside which ours stands: TRL with the same engine."""
-    print(f"\n{turns} turn{'s' if turns > 1 else ''}")
-    print(
-        f"{'':12} {'CPU s a step':>14} {'wall s a step':>14} {'first reward':>13} {'tokens':>7}  CPU s to reward {goal}"
+    table = harness.Table(
+        *("", "CPU s a step", "wall s a step", "first reward", "tokens", f"CPU s to reward {goal}"),
+        title=f"{turns} turn{'s' if turns > 1 else ''}",
     )
     for name, outcomes in found.items():
-        if name in reasons:
-            print(f"{name:12} {reasons[name]}")
-            continue
-        cells = [_step_of(outcomes, "cpu"), _step_of(outcomes, "wall")]
         base = found.get(name.replace("ours", "trl"), []) if name.startswith("ours") else []
-        ratios = [f" {_step_of(base, key) / own:4.1f}x" if base else "" for key, own in zip(("cpu", "wall"), cells)]
-        first = [statistics.mean(each[0][key] for each in outcomes) for key in ("reward", "tokens")]
+        seconds = {key: _step_of(outcomes, key) for key in ("cpu", "wall")}
+        ratios = {key: f" {_step_of(base, key) / own:.1f}x" if base else "" for key, own in seconds.items()}
         reached = [_seconds_to(goal, each) for each in outcomes]
-        print(
-            f"{name:12} {cells[0]:8.2f}{ratios[0]:>6} {cells[1]:8.2f}{ratios[1]:>6} {first[0]:13.3f} {first[1]:7.1f}  "
-            + ", ".join("not reached" if each is None else f"{each:.0f} (step {step})" for each, step in reached),
-            flush=True,
+        table.row(
+            name,
+            *(f"{own:.2f}{ratios[key]}" for key, own in seconds.items()),
+            f"{statistics.mean(each[0]['reward'] for each in outcomes):.3f}",
+            f"{statistics.mean(each[0]['tokens'] for each in outcomes):.1f}",
+            ", ".join("not reached" if each is None else f"{each:.0f} (step {step})" for each, step in reached),
         )
 
 
@@ -112,50 +97,30 @@ def _seconds_to(goal: float, outcome: Outcome) -> tuple[float | None, int]:
     return None, len(outcome)
 
 
-def run(name: str, *, turns: int, seed: int, steps: int, at: Sequence[str] = ()) -> Outcome | str:
-    """The steps of one run in a process of its own, or why there are none."""
+def run(name: str, seed: int, *, turns: int, steps: int, trl: str) -> Outcome:
+    """The steps of one run in a process of its own. Raises MeasurementError."""
     trainer, further = TRAINERS[name]
-    packages = package_folders(at)
-    with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
-        clock = Path(folder) / "clock.jsonl"
-        environment = {
-            **os.environ,
-            CLOCK: str(clock),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(
-                filter(
-                    None,
-                    [
-                        packages.get("trl", "") if trainer == "trl" else "",
-                        str(ROOT / "scripts" / "bench"),
-                        os.environ.get("PYTHONPATH", ""),
-                    ],
-                )
-            ),
-        }
-        command = {
-            "ours": [*_our_command(Path(folder) / "run", turns, seed, steps), *further],
-            "trl": [sys.executable, str(ROOT / "scripts/bench/step_trl.py"), *map(str, (turns, seed, steps)), *further],
-        }[trainer]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False
-        )
-        if done.returncode:
-            lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            return next((line for line in reversed(lines) if line.strip()), f"exit status {done.returncode}").strip()
-        ticks = [json.loads(line) for line in clock.read_text(encoding="utf-8").splitlines()]
-        start, ticks = ticks[0], ticks[1:]
-        if trainer == "ours":
-            records = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            ticks = [{**_our_facts(json.loads(record)), **tick} for record, tick in zip(records, ticks)]
-        return [{**tick, "cpu": tick["cpu"] - start["cpu"], "wall": tick["wall"] - start["wall"]} for tick in ticks]
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as place:
+        folder, records = Path(place) / "run", list[dict[str, Any]]()
+        clock = Path(place) / "clock.jsonl"
+        packages = [str(harness.FOLDER)]
+        if trainer == "trl":
+            command = [harness.FOLDER / "step_trl.py", str(turns), str(seed), str(steps), *further]
+            harness.apart(command, packages=[trl, *packages], **{CLOCK: str(clock)})
+        else:
+            settings = [*_our_settings(turns, seed, steps), *further]
+            records = harness.trained(folder, *settings, packages=packages, **{CLOCK: str(clock)})
+        start, *ticks = (json.loads(line) for line in clock.read_text(encoding="utf-8").splitlines())
+    facts = map(_our_facts, records) if records else [{}] * len(ticks)
+    since = [{key: tick[key] - start[key] for key in ("cpu", "wall")} for tick in ticks]
+    found = [{**fact, **tick, **own} for fact, tick, own in zip(facts, ticks, since)]
+    harness.log({"trainer": name, "turns": turns, "seed": seed, "steps": found})
+    return found
 
 
-def _our_command(folder: Path, turns: int, seed: int, steps: int) -> list[str]:
+def _our_settings(turns: int, seed: int, steps: int) -> list[str]:
     return [
-        *(sys.executable, "-m", "skyrl_train.main", "+experiment=gsm8k_multiturn", "platform=cpu"),
-        f"hydra.run.dir={folder}",
+        "platform=cpu",
         f"seed={seed}",
         f"generator.max_turns={turns}",
         f"trainer.total_steps={steps}",
@@ -195,4 +160,4 @@ def tick(**facts: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

@@ -13,6 +13,7 @@ import tempfile
 from typing import Any
 
 from step import LEARNING_RATE, MOST_TOKENS, PROMPTS, SAMPLES, tick
+from update_trl import NOTHING_BESIDE
 
 from skyrl_train.data.tasks import RETRY_MESSAGE
 from skyrl_train.model import resolve_model_path
@@ -116,7 +117,6 @@ def settings(seed: int, steps: int, vllm: bool) -> Any:
     rows = PROMPTS * SAMPLES // 2
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="bench_trl"),
-        use_cpu=True,
         seed=seed,
         max_steps=2 * steps,
         per_device_train_batch_size=ROWS_PER_FORWARD,
@@ -126,22 +126,16 @@ def settings(seed: int, steps: int, vllm: bool) -> Any:
         max_completion_length=MOST_TOKENS,
         temperature=1.0,
         top_k=0,
-        gradient_checkpointing=False,
         beta=0.0,
         epsilon=0.2,
         scale_rewards="group",
         loss_type="dapo",
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
         adam_beta1=0.9,
         adam_beta2=0.99,
         weight_decay=0.0,
-        max_grad_norm=1.0,
-        save_strategy="no",
-        report_to=[],
         logging_steps=2,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **NOTHING_BESIDE,
         **({"use_vllm": True, "vllm_mode": "colocate"} if vllm else {}),
     )
 

@@ -8,8 +8,8 @@
     python scripts/bench/update.py --device cuda --forms eager,compiled,graphs      # ranks: scripts/bench/update_ranks.py
 
 Every measurement is a process of its own, one thread, so that peak memory is its own; variants take turns, round after
-round, and medians of CPU seconds are quoted. Gradients are compared first, and a process that takes more than `--memory-gb`
-is ended, by the rules of `update_checks.py`. TRL, verl and OpenRLHF are measured where they can be imported, or lie in a
+round, and medians of CPU seconds are quoted. Gradients are compared first, by the rule of `update_checks.py`, and a process
+that takes more than `--memory-gb` is ended. TRL, verl and OpenRLHF are measured where they can be imported, or lie in a
 folder of their own, which is put before everything else for its processes alone, so that all run on one torch:
 
     python scripts/bench/update.py peers           # pip installs the releases below into ~/.cache/skyrl_train/peers, once
@@ -23,29 +23,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
-
-from update_checks import MeasurementError, available_gb, compare_gradients, run_within  # noqa: E402
-from update_peers import PACKAGES, PEERS, install, is_there, package_folders  # noqa: E402
-from update_work import SHAPES  # noqa: E402
+import harness
+from update_checks import compare_gradients
+from update_peers import PACKAGES, PEERS, install, is_there, package_folders
+from update_work import KINDS, SHAPES, size_of
 
 OURS = ("padded", "packed", "merged", "shared", "auto")
+CURVES = {"padded": "padded", "packed": "packed", "shared": "turns merged, prefixes shared"}
+"""What `growth` draws: name of a layout to its label."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="measure updates on one device, on the wall clock")
     parser.add_argument("--model", help="with --device: tiny, mid or qwen2.5-0.5b (the default on cuda; tiny on cpu)")
     parser.add_argument("--kind", default="single", help="with --device: single or step")
@@ -56,39 +53,36 @@ def main() -> None:
     parser.add_argument("--forms", default="eager", help="with --device: of eager, compiled and, on cuda, graphs")
     parser.add_argument("--checkpointing", action="store_true", help="with --device: recompute activations")
     commands = parser.add_subparsers(dest="command")
-    compare = commands.add_parser("compare")
+    compare, shapes = commands.add_parser("compare"), commands.add_parser("shapes")
     compare.add_argument("--models", default="tiny,mid")
     compare.add_argument("--kinds", default="single,step")
     compare.add_argument("--variants", default=",".join(["trl", *OURS, *list(PEERS)[1:]]))
-    compare.add_argument(
-        "--at", action="append", default=[], metavar="PACKAGE=FOLDER", help="where a peer is installed"
-    )
-    compare.add_argument("--rounds", type=int, default=3)
-    compare.add_argument("--steps", type=int, default=1, help="timed updates in each process")
-    compare.add_argument("--untimed", type=int, default=1, help="updates before them")
-    _measured(compare)
+    shapes.add_argument("--models", default="tiny,small")
+    shapes.add_argument("--shapes", default=",".join(SHAPES))
+    shapes.add_argument("--peers", default=",".join(PEERS), help="the other columns stay empty")
+    for each in (compare, shapes):
+        each.add_argument("--model", metavar="FOLDER", help="a model of Hugging Face's in place of --models")
+        each.add_argument(
+            "--at", action="append", default=[], metavar="PACKAGE=FOLDER", help="where a peer is installed"
+        )
+        each.add_argument("--rounds", type=int, default=3)
+        each.add_argument("--steps", type=int, default=1, help="timed updates in each process")
+        each.add_argument("--untimed", type=int, default=1, help="updates before them")
+        each.add_argument("--dtypes", default="float32", help="of float32 and bfloat16")
     growth = commands.add_parser("growth")
     growth.add_argument("--model", default="tiny")
-    growth.add_argument("--plot", default=str(ROOT / "docs" / "images" / "update_cost.png"))
+    growth.add_argument("--plot", default=str(harness.ROOT / "docs" / "images" / "update_cost.png"))
     growth.add_argument("--steps", type=int, default=3)
-    _common(growth)
+    for each in (compare, shapes, growth):
+        each.add_argument("--tokens", type=int, default=4096, help="computed positions of a micro-batch (ours)")
     head = commands.add_parser("head")
     head.add_argument("--vocabulary", type=int, default=151_936)
     head.add_argument("--hidden", type=int, default=896)
     head.add_argument("--tokens", default="1024,2048")
-    shapes = commands.add_parser("shapes")
-    shapes.add_argument("--models", default="tiny,small")
-    shapes.add_argument("--shapes", default=",".join(SHAPES))
-    shapes.add_argument("--peers", default=",".join(PEERS), help="the other columns stay empty")
-    shapes.add_argument("--at", action="append", default=[], metavar="PACKAGE=FOLDER")
-    shapes.add_argument("--rounds", type=int, default=3)
-    shapes.add_argument("--steps", type=int, default=1, help="timed updates in each process")
-    shapes.add_argument("--untimed", type=int, default=1, help="updates before them")
-    _measured(shapes)
     commands.add_parser("peers")
     one = commands.add_parser("one", help="a single measurement, as JSON")
     one.add_argument("spec", help="JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.device:
         run_device(args)
         return
@@ -102,18 +96,6 @@ def main() -> None:
         "peers": install,
         "one": run_one,
     }[args.command](args)
-
-
-def _measured(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="FOLDER", help="a model of Hugging Face's in place of --models")
-    parser.add_argument("--dtypes", default="float32", help="of float32 and bfloat16")
-    parser.add_argument("--memory-gb", type=float, default=0.7 * available_gb(), help="that one process may take")
-    _common(parser)
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=4096, help="computed positions of a micro-batch (ours)")
-    parser.add_argument("--json", help="append every measurement to this file")
 
 
 def run_device(args: argparse.Namespace) -> None:
@@ -134,11 +116,23 @@ def run_compare(args: argparse.Namespace) -> None:
     """A table for each model and kind of rollouts."""
     folders = package_folders(args.at)
     variants = [name for name in args.variants.split(",") if name not in PEERS or is_there(PEERS[name][0], folders)]
-    models = [args.model] if args.model else args.models.split(",")
-    for model, dtype, kind in product(models, args.dtypes.split(","), args.kinds.split(",")):
-        names = [name for name in variants if kind == "step" or _is_apart(name)]
-        found, failed = _interleaved(args, model, dtype, kind, names, folders, {})
-        _print_table(f"{model}, {kind}, {dtype}", found)
+    for model, dtype, kind in product(_models(args), args.dtypes.split(","), args.kinds.split(",")):
+        found, failed = _interleaved(args, model, dtype, kind, variants, folders, {})
+        table = harness.Table(
+            *("variant", "positions", "CPU s", "faster", "peak memory, MiB", "share", "gradient distance"),
+            title=f"{model}, {kind}, {dtype}",
+        )
+        first = next(iter(found.values()), {})
+        for variant, row in found.items():
+            table.row(
+                variant,
+                f"{row['positions']:,}",
+                f"{row['cpu_s']:.2f}",
+                f"{first['cpu_s'] / row['cpu_s']:.1f}x",
+                f"{row['peak_mib']:,.0f}",
+                f"{row['peak_mib'] / first['peak_mib']:.2f}",
+                f"{row['distance']:.1e}{_note(row)}",
+            )
         for name, reason in failed.items():
             print(f"{name}: {reason}", flush=True)
 
@@ -152,34 +146,37 @@ def run_shapes(args: argparse.Namespace) -> None:
     for package in PACKAGES:
         if any(PEERS[name][0] == package for name in asked if name not in there):
             print(f"{package} is missing: python scripts/bench/update.py peers")
-    models = [args.model] if args.model else args.models.split(",")
-    for model, dtype in product(models, args.dtypes.split(",")):
-        print(f"\n{model}, {dtype}\n")
-        print(f"| shape | rows | positions | CPU s | {' | '.join(PEERS)} | best | memory |")
-        print("|---" * (len(PEERS) + 6) + "|", flush=True)
+    for model, dtype in product(_models(args), args.dtypes.split(",")):
+        columns = ("shape", "rows", "positions", "CPU s", *PEERS, "best", "memory")
+        table = harness.Table(*columns, title=f"{model}, {dtype}")
         for shape in args.shapes.split(","):
             kind, work = SHAPES[shape]
-            variants = [name for name in there if kind == "step" or _is_apart(name)]
-            found, missing = _interleaved(args, model, dtype, kind, ["auto", *variants], folders, work)
+            found, missing = _interleaved(args, model, dtype, kind, ["auto", *there], folders, work)
             if "auto" not in found:
                 raise SystemExit(f"{model}, {shape}, {dtype} failed:\n{missing['auto']}")
             ours = found.pop("auto")
             times = {name: row["cpu_s"] / ours["cpu_s"] for name, row in found.items()}
-            far = [name for name, row in found.items() if row["differs"]]
-            cells = [
-                f"{times[name]:.1f}x{' **differs**' if name in far else ''}" if name in times else missing.get(name, "")
-                for name in PEERS
-            ]
-            best = min((time for name, time in times.items() if name not in far), default=float("nan"))
-            memory = f"{ours['peak_mib'] / found['trl']['peak_mib']:.2f}" if "trl" in found else ""
-            own_s = f"{ours['cpu_s']:.2f}{' **differs**' if ours['differs'] else ''}"
-            line = [shape, f"{ours['rows']}", f"{ours['positions']:,}", own_s, *cells]
-            print(f"| {' | '.join([*line, f'**{best:.1f}x**', memory])} |", flush=True)
+            best = min((times[name] for name, row in found.items() if not row["differs"]), default=float("nan"))
+            table.row(
+                shape,
+                ours["rows"],
+                f"{ours['positions']:,}",
+                f"{ours['cpu_s']:.2f}{_note(ours)}",
+                *(
+                    f"{times[name]:.1f}x{_note(found[name])}" if name in times else missing.get(name, "")
+                    for name in PEERS
+                ),
+                f"**{best:.1f}x**",
+                f"{ours['peak_mib'] / found['trl']['peak_mib']:.2f}" if "trl" in found else "",
+            )
 
 
-def _is_apart(variant: str) -> bool:
-    """Merging turns means something only where there are several."""
-    return variant not in ("merged", "trl_merged")
+def _models(args: argparse.Namespace) -> list[str]:
+    return [args.model] if args.model else args.models.split(",")
+
+
+def _note(row: dict[str, Any]) -> str:
+    return " **differs**" if row["differs"] else ""
 
 
 def _interleaved(
@@ -187,88 +184,76 @@ def _interleaved(
     model: str,
     dtype: str,
     kind: str,
-    variants: list[str],
+    variants: Sequence[str],
     folders: dict[str, str],
     work: dict[str, Any],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Medians of each variant, and the reasons of those that failed."""
-    samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    failed: dict[str, str] = {}
+    if kind != "step":  # merging turns means something only where there are several
+        variants = [each for each in variants if each not in ("merged", "trl_merged")]
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(args.rounds):
-            for variant in (each for each in variants if each not in failed):
-                spec = {
-                    "model": model,
-                    "kind": kind,
-                    "variant": variant,
-                    "steps": args.steps,
-                    "untimed": args.untimed,
-                    "tokens": args.tokens,
-                    "bf16": dtype == "bfloat16",
-                    "gradients": f"{folder}/{variant}.pt" if number == 0 else "",
-                    "work": work,
-                }
-                overlay = folders.get(PEERS[variant][0], "") if variant in PEERS else ""
-                try:
-                    samples[variant].append(_measure(spec, args.json, overlay, memory_gb=args.memory_gb))
-                except MeasurementError as error:
-                    failed[variant] = str(error).strip().splitlines()[-1][:80]
-        measured = [variant for variant in variants if variant not in failed]
-        distances, differing = compare_gradients({name: Path(folder) / f"{name}.pt" for name in measured}, dtype)
+
+        def measure(variant: str, number: int) -> dict[str, Any]:
+            spec = {
+                "model": model,
+                "kind": kind,
+                "variant": variant,
+                "steps": args.steps,
+                "untimed": args.untimed,
+                "tokens": args.tokens,
+                "bf16": dtype == "bfloat16",
+                "gradients": "" if number else f"{folder}/{variant}.pt",
+                "work": work,
+            }
+            return _measure(spec, folders.get(PEERS[variant][0], "") if variant in PEERS else "")
+
+        samples, failed = harness.in_turns(variants, range(args.rounds), measure)
+        files = {name: Path(folder) / f"{name}.pt" for name in samples}
+        distances, differing = compare_gradients(files, dtype) if files else ({}, set())
     found = {
         variant: {
-            "cpu_s": statistics.median(s for each in samples[variant] for s in each["cpu_s"]),
-            "positions": samples[variant][0]["positions"],
-            "rows": samples[variant][0].get("rows", 0),
-            "peak_mib": statistics.median(each["peak_mib"] for each in samples[variant]),
+            "cpu_s": statistics.median(s for each in rounds for s in each["cpu_s"]),
+            "positions": rounds[0]["positions"],
+            "rows": rounds[0].get("rows", 0),
+            "peak_mib": statistics.median(each["peak_mib"] for each in rounds),
             "distance": distances[variant],
             "differs": variant in differing,
         }
-        for variant in measured
+        for variant, rounds in samples.items()
     }
-    return found, failed
+    return found, {name: reason[:80] for name, reason in failed.items()}
 
 
-def _measure(
-    spec: dict[str, Any], log: str | None, overlay: str = "", *, memory_gb: float = float("inf")
-) -> dict[str, Any]:
-    """`overlay` is a folder of packages that come first. Raises MeasurementError, of a process that takes more than
-    `memory_gb`, too."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [overlay, os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, __file__, "one", json.dumps(spec)]
-    code, printed, errors = run_within(command, environment, memory_gb=memory_gb, timeout_s=3600)
-    if code:
-        raise MeasurementError(errors[-3000:] or f"exit status {code}")
-    found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    if log:
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(json.dumps({**spec, **found}) + "\n")
+def _measure(spec: dict[str, Any], overlay: str = "") -> dict[str, Any]:
+    """`overlay` is a folder of packages that come first. Raises MeasurementError."""
+    found: dict[str, Any] = harness.answer(harness.apart([__file__, "one", json.dumps(spec)], packages=[overlay]))
+    harness.log({**spec, **found})
     return found
 
 
 def run_one(args: argparse.Namespace) -> None:
     """The inside of a measuring process."""
     import torch
-    from update_work import KINDS, size_of
 
     spec = json.loads(args.spec)
     torch.set_num_threads(1)
     size = size_of(spec["model"])
     conversations = KINDS[spec["kind"]](size.vocabulary, **spec.get("work", {}))
     run = _run_peer if spec["variant"] in PEERS else _run_ours
-    print(json.dumps(run(spec, size, conversations)))
+    found = run(spec, size, conversations)
+    gradients = found.pop("gradients")
+    if spec["gradients"]:
+        torch.save(gradients, spec["gradients"])
+    print(json.dumps(found | {"peak_mib": harness.peak_mib()}))
 
 
 def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
-    import torch
     from update_ours import Ours
 
     ours = Ours(size, conversations, variant=spec["variant"], tokens=spec["tokens"], bf16=spec["bf16"])
     ours.score()
     ours.accumulate()
-    if spec["gradients"]:
-        torch.save(ours.gradients(), spec["gradients"])
+    gradients = ours.gradients() if spec["gradients"] else {}
     ours.engine.zero_grad()
     seconds = []
     for number in range(spec["untimed"] + spec["steps"]):
@@ -276,102 +261,62 @@ def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
         ours.update()
         if number >= spec["untimed"]:
             seconds.append(time.process_time() - start)
-    return {"cpu_s": seconds, "positions": ours.positions, "rows": ours.batch.num_rows, "peak_mib": _peak_mib()}
+    return {"cpu_s": seconds, "positions": ours.positions, "rows": ours.batch.num_rows, "gradients": gradients}
 
 
 def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
     from importlib import import_module
 
-    import torch
-
     package, form = PEERS[spec["variant"]]
-    found = import_module(f"update_{package}").run(
-        size,
-        conversations,
-        **form,
-        steps=spec["steps"],
-        untimed=spec["untimed"],
-        tokens=spec["tokens"],
-        bf16=spec["bf16"],
-        keep_gradients=bool(spec["gradients"]),
-    )
-    if spec["gradients"]:
-        torch.save(found["gradients"], spec["gradients"])
-    return {"cpu_s": found["cpu_s"], "positions": found["positions"], "peak_mib": _peak_mib()}
-
-
-def _peak_mib() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _print_table(title: str, found: dict[str, dict[str, Any]]) -> None:
-    first = next(iter(found.values()))
-    print(f"\n{title}\n")
-    print("| variant | positions | CPU s | faster | peak memory, MiB | share | gradient distance |")
-    print("|---|---|---|---|---|---|---|")
-    for variant, row in found.items():
-        note = " **differs**" if row["differs"] else ""
-        print(
-            f"| {variant} | {row['positions']:,} | {row['cpu_s']:.2f} | {first['cpu_s'] / row['cpu_s']:.1f}x "
-            f"| {row['peak_mib']:,.0f} | {row['peak_mib'] / first['peak_mib']:.2f} | {row['distance']:.1e}{note} |"
-        )
-    sys.stdout.flush()
+    stated = {name: spec[name] for name in ("steps", "untimed", "tokens", "bf16")}
+    run = import_module(f"update_{package}").run
+    found: dict[str, Any] = run(size, conversations, **form, **stated, keep_gradients=bool(spec["gradients"]))
+    return found
 
 
 def run_growth(args: argparse.Namespace) -> None:
-    """CPU seconds against turns (step-wise) and samples (single turn), for three layouts."""
-    from update_plot import draw_growth
+    """CPU seconds against turns (step-wise) and samples (single turn), for three layouts; and a plot of them."""
+    from matplotlib.figure import Figure
 
-    turns, samples = [1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32]
-    curves: dict[str, dict[str, list[tuple[int, float, int]]]] = {"turns": {}, "samples": {}}
-    for name, kind, counts in (("turns", "step", turns), ("samples", "single", samples)):
-        for variant in ("padded", "packed", "shared"):
+    figure = Figure(figsize=(9.0, 3.6), dpi=130, layout="constrained")
+    parts = (
+        ("turns", "step", "turns of a trajectory", (1, 2, 4, 8, 16), {"prompts": 1, "samples": 2}),
+        ("samples", "single", "samples of a prompt", (1, 2, 4, 8, 16, 32), {"prompts": 1}),
+    )
+    for axis, (name, kind, label, counts, work) in zip(figure.subplots(1, 2), parts):
+        for variant in CURVES:
+            points = []
             for count in counts:
-                work = (
-                    {"prompts": 1, "samples": 2, "turns": count}
-                    if name == "turns"
-                    else {"prompts": 1, "samples": count}
-                )
-                spec = {
-                    "model": args.model,
-                    "kind": kind,
-                    "variant": variant,
-                    "steps": args.steps,
-                    "untimed": 1,
-                    "tokens": args.tokens,
-                    "bf16": False,
-                    "gradients": "",
-                    "work": work,
-                }
-                found = _measure(spec, args.json)
-                point = (count, statistics.median(found["cpu_s"]), found["positions"])
-                curves[name].setdefault(variant, []).append(point)
-                print(name, variant, *point, flush=True)
-    draw_growth(curves, Path(args.plot))
+                spec = {"model": args.model, "kind": kind, "variant": variant, "steps": args.steps, "untimed": 1}
+                spec |= {"tokens": args.tokens, "bf16": False, "gradients": "", "work": {**work, name: count}}
+                found = _measure(spec)
+                points.append(statistics.median(found["cpu_s"]))
+                print(name, variant, count, points[-1], found["positions"], flush=True)
+            axis.plot(counts, points, marker="o", label=CURVES[variant])
+        axis.set_xlabel(label)
+        axis.set_ylabel("CPU seconds of an update")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    path = Path(args.plot)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    print(f"wrote {path}")
 
 
 def run_head(args: argparse.Namespace) -> None:
     """Time and memory of the output head, its loss and its gradients."""
-    print("| way | tokens | vocabulary | CPU s | memory, MiB |\n|---|---|---|---|---|")
+    table = harness.Table("way", "tokens", "vocabulary", "CPU s", "memory, MiB")
     for tokens in map(int, args.tokens.split(",")):
         for way in ("full", "tiled", "fused"):
             code = f"from update_head import measure; measure({way!r}, {tokens}, {args.hidden}, {args.vocabulary})"
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join(sys.path[:2]),
-                    "MALLOC_MMAP_THRESHOLD_": "65536",
-                },
-                capture_output=True,
-                text=True,
-                timeout=3600,
-            )
-            print(done.stdout.strip() or done.stderr[-500:], flush=True)
+            try:
+                # Blocks of this size are given back at once, so that what is held is what is in use.
+                said = harness.apart(["-c", code], packages=[str(harness.FOLDER)], MALLOC_MMAP_THRESHOLD_="65536")
+            except harness.MeasurementError as error:
+                said = f"{way} {tokens:,} {args.vocabulary:,} failed: {str(error).splitlines()[-1].replace(' ', '_')}"
+            table.row(*said.split())
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

@@ -1,4 +1,4 @@
-"""What keeps the measurements of `update.py` honest and the machine alive: gradients are compared, and memory is bounded.
+"""What keeps the measurements of `update.py` honest: gradients are compared.
 
 Each trainer rounds sums in another order, and their gradients are further apart the larger the model. So how far is too far
 is not stated, but follows from the two trainers of other makers whose gradients are nearest to each other: a gradient
@@ -9,10 +9,6 @@ differs where it is more than `FACTOR` times as far from the nearer of the two a
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import tempfile
-import time
 from itertools import combinations
 from pathlib import Path
 
@@ -21,10 +17,6 @@ from update_peers import PEERS
 MAX_DISTANCE = {"float32": 1e-5, "bfloat16": 0.05}
 """Relative L2 between gradients that is never too far."""
 FACTOR = 3.0
-
-
-class MeasurementError(Exception):
-    """A measuring process failed; the text is the end of what it printed."""
 
 
 def compare_gradients(files: dict[str, Path], dtype: str) -> tuple[dict[str, float], set[str]]:
@@ -55,43 +47,3 @@ def _distance(one: Path, other: Path) -> float:
     left, right = (torch.load(file, mmap=True, weights_only=True) for file in (one, other))
     norm = sum(float(tensor.double().square().sum()) for tensor in left.values()) ** 0.5
     return sum(float((right[name] - left[name]).double().square().sum()) for name in left) ** 0.5 / norm
-
-
-def run_within(
-    command: list[str], environment: dict[str, str], *, memory_gb: float, timeout_s: float
-) -> tuple[int, str, str]:
-    """Run a process; return its exit status and what it printed. It is ended where it takes more memory or time. Raises
-    MeasurementError then."""
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(command, env=environment, stdout=printed, stderr=errors)
-        ends = time.monotonic() + timeout_s
-        try:
-            while child.poll() is None:
-                time.sleep(0.05)
-                if _resident_gb(child.pid) > memory_gb:
-                    raise MeasurementError(f"over {memory_gb:.1f} GB")
-                if time.monotonic() > ends:
-                    raise MeasurementError(f"over {timeout_s:.0f} s")
-        finally:
-            child.kill()
-            child.wait()
-        printed.seek(0), errors.seek(0)
-        return child.returncode, printed.read(), errors.read()
-
-
-def _resident_gb(pid: int) -> float:
-    """Of 10^9 bytes; 0 of a process that has ended, or where the system does not say."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
-    except (OSError, IndexError):
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
-
-
-def available_gb() -> float:
-    """Memory that is free, or held by caches; infinite where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return float("inf")
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024 / 1e9

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import harness
 import numpy as np
 import torch
 from update_ours import Ours
@@ -85,17 +86,17 @@ def measure(args: Any) -> None:
     size = SIZES[args.model]
     peak, source = peak_flops(device, dtype)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
-    print(f"{name}; {args.model}, {args.kind}; peak {peak / 1e12:.3g} TFLOP/s ({source})\n")
-    print(
-        "| layout | layers | tokens | positions | first update, s | s per update | tokens/s and GPU | MFU | peak GiB |"
+    print(f"{name}; {args.model}, {args.kind}; peak {peak / 1e12:.3g} TFLOP/s ({source})")
+    table = harness.Table(
+        *("layout", "layers", "tokens", "positions", "first update, s", "s per update", "tokens/s and GPU", "MFU"),
+        "peak GiB",
     )
-    print("|---|---|---|---|---|---|---|---|---|")
     for variant in args.layouts.split(","):
         for form in args.forms.split(","):
-            print(_row(variant, form, size, device, args, peak), flush=True)
+            table.row(*_row(variant, form, size, device, args, peak))
 
 
-def _row(variant: str, form: str, size: ModelSize, device: torch.device, args: Any, peak: float) -> str:
+def _row(variant: str, form: str, size: ModelSize, device: torch.device, args: Any, peak: float) -> list[str]:
     ours = Ours(
         size,
         KINDS[args.kind](size.vocabulary),
@@ -116,10 +117,9 @@ def _row(variant: str, form: str, size: ModelSize, device: torch.device, args: A
     seconds = ours.timed(args.steps)
     flops = needed_flops(ours.batch, size)
     held = f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}" if device.type == "cuda" else "-"
-    return (
-        f"| {variant} | {form} | {ours.batch.num_tokens:,} | {ours.positions:,} | {first:.1f} | {seconds:.3f} "
-        f"| {ours.batch.num_tokens / seconds:,.0f} | {flops / seconds / peak:.1%} | {held} |"
-    )
+    rate, utilisation = f"{ours.batch.num_tokens / seconds:,.0f}", f"{flops / seconds / peak:.1%}"
+    sizes = [f"{ours.batch.num_tokens:,}", f"{ours.positions:,}"]
+    return [variant, form, *sizes, f"{first:.1f}", f"{seconds:.3f}", rate, utilisation, held]
 
 
 def _wait(device: torch.device) -> None:

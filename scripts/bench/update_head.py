@@ -13,7 +13,7 @@ from skyrl_train.model.layers import OutputHead, token_scores
 
 
 def measure(way: str, tokens: int, hidden_size: int, vocabulary: int) -> None:
-    """Prints a row: CPU seconds, and MiB above inputs and the weight's gradient. `way`: full, tiled or fused."""
+    """Print a row: CPU seconds, and MiB above inputs and the weight's gradient. `way`: full, tiled or fused."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
@@ -37,7 +37,7 @@ def measure(way: str, tokens: int, hidden_size: int, vocabulary: int) -> None:
     (-(logprobs * advantages).sum() + 0.0 * entropy.sum()).backward()
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"| {way} | {tokens:,} | {vocabulary:,} | {seconds:.2f} | {peak - base:,.0f} |")
+    print(f"{way} {tokens:,} {vocabulary:,} {seconds:.2f} {peak - base:,.0f}")
 
 
 def _resident_mib() -> float:

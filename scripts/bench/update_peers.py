@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import harness
 
 PEERS: dict[str, tuple[str, dict[str, bool]]] = {
     "trl": ("trl", {"merged": False}),
@@ -57,20 +57,11 @@ def install(_args: argparse.Namespace) -> None:
             print(f"{name}: {folder}")
             continue
         shutil.rmtree(folder, ignore_errors=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            str(folder),
-            *requirements,
-        ]
-        outcome = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-        if outcome.returncode:
-            print(f"{name}: not installed: {(outcome.stderr.strip().splitlines() or ['pip failed'])[-1]}")
+        command = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *requirements]
+        try:
+            harness.apart(command, deadline_s=1800.0)
+        except harness.MeasurementError as error:
+            print(f"{name}: not installed: {str(error).splitlines()[-1]}")
         else:
             done.write_text(wanted, encoding="utf-8")
             print(f"{name}: {folder}")

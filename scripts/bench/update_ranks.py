@@ -7,31 +7,28 @@ python scripts/bench/update_ranks.py --device cpu --ranks 2 --experts 8 --expert
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+import harness
+import torch
+from torch import multiprocessing
+from update_ours import Ours
+from update_work import KINDS, SIZES
 
-import torch  # noqa: E402
-from torch import multiprocessing  # noqa: E402
-from update_ours import Ours  # noqa: E402
-from update_work import KINDS, SIZES  # noqa: E402
-
-from skyrl_train.config.models import StrategyConfig, mesh_sizes  # noqa: E402
-from skyrl_train.distributed import RankMesh, RankSettings, join, make_strategy  # noqa: E402
-from skyrl_train.endpoints import Rendezvous  # noqa: E402
+from skyrl_train.config.models import StrategyConfig, mesh_sizes
+from skyrl_train.distributed import RankMesh, RankSettings, join, make_strategy
+from skyrl_train.endpoints import Rendezvous
 
 _DEADLINE_S = 600.0
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print a table: one line for each layout, `--ahead` and, of a mixture, each `--expert-parallel`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True, help="cuda: a GPU for each rank")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ahead", default="0,1,2", help="strategy.layers_ahead")
@@ -44,10 +41,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="computed positions of a micro-batch")
     parser.add_argument("--float32", action="store_true", help="with --device cuda: not bfloat16")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.bf16 = args.device == "cuda" and not args.float32
-    print("| layout | experts over | layers ahead | s per update | peak GiB of a rank |")
-    print("|---|---|---|---|---|")
+    table = harness.Table("layout", "experts over", "layers ahead", "s per update", "peak GiB of a rank")
     for variant in args.layouts.split(","):
         for size in args.expert_parallel.split(",") if args.experts else ["1"]:
             for ahead in args.ahead.split(","):
@@ -56,8 +52,7 @@ def main() -> None:
                     multiprocessing.spawn(_rank, args=work, nprocs=args.ranks)
                     found = [torch.load(path) for path in sorted(Path(folder).glob("rank*"))]
                 seconds, held = (max(each[number] for each in found) for number in (0, 1))
-                peak = f"{held / 2**30:.2f}" if held else "-"
-                print(f"| {variant} | {size} | {ahead} | {seconds:.3f} | {peak} |", flush=True)
+                table.row(variant, size, ahead, f"{seconds:.3f}", f"{held / 2**30:.2f}" if held else "-")
 
 
 def _rank(rank: int, args: Any, variant: str, expert_parallel: int, ahead: int, folder: str) -> None:
@@ -93,4 +88,4 @@ def _rank(rank: int, args: Any, variant: str, expert_parallel: int, ahead: int, 
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

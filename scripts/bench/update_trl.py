@@ -12,6 +12,18 @@ from typing import Any
 
 from update_work import EOS, PAD, Conversation, ModelSize, build_model
 
+NOTHING_BESIDE: dict[str, Any] = {
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1.0,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Settings of each of its trainers here: steps on a CPU at one rate, and nothing beside them."""
+
 
 def run(
     size: ModelSize,
@@ -90,21 +102,14 @@ def _settings(**sizes: Any) -> Any:
 
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="bench_trl"),
-        use_cpu=True,
-        gradient_checkpointing=False,
         beta=0.0,
         temperature=1.0,
         scale_rewards="none",
         loss_type="dapo",
         shuffle_dataset=False,
         learning_rate=1e-6,
-        max_grad_norm=1.0,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        report_to=[],
         logging_steps=1000,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **NOTHING_BESIDE,
         **sizes,
     )
 

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 PAD, EOS, FIRST_TOKEN = 0, 2, 4
@@ -75,23 +76,38 @@ _SHARED = (
 """Sizes that a mixture has, too."""
 
 
-def model_config(size: ModelSize) -> Any:
+def model_config(size: ModelSize, **changes: Any) -> Any:
     """A transformers config, without dropout."""
     from transformers import Qwen2Config
 
-    return Qwen2Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=16384,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
+    settings = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    return Qwen2Config(**{**settings, **changes})
+
+
+def save_model(folder: Path | str, size: ModelSize, **changes: Any) -> int:
+    """Save a model with random weights and these changes to its config; return the bytes of its weights."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    from skyrl_train.model import quiet_transformers
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(model_config(size, **changes))
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def build_model(size: ModelSize, seed: int = 0, *, experts: int = 0) -> Any:

@@ -12,17 +12,14 @@ filter 1 s.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+import harness
 import httpx
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.browser_pages import CHROMIUM, DRIVER, Page, served, start_chromium
 from tests.support.view_runs import write_large_run
@@ -49,12 +46,12 @@ FILTER_LIMIT_S = 1.0
 START_LIMIT_S = 60.0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each question; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--turns", type=int, default=100_000)
     parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         run = write_large_run(Path(folder) / "run", turns=args.turns)
         files = list(run.glob("rollouts/*"))
@@ -134,4 +131,4 @@ def measure(address: str, *, last: int) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

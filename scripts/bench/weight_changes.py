@@ -13,46 +13,39 @@ would send theirs, all of it in one sync of twenty. It prints the accuracy on he
 
 from __future__ import annotations
 
-import argparse
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import harness
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync import Route
     from skyrl_train.weights import Bucket
 
 FULL_SYNC_EVERY = 20
-RUN_TIMEOUT_S = 3600.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--learn", type=Path, metavar="FOLDER", help="train, with the runs in this folder")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4])
     parser.add_argument("--tolerances", type=float, nargs="+", default=[0.0])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.learn:
-        print("| tolerance | held-out accuracy, first turn |\n|---|---|")
+        table = harness.Table("tolerance", "held-out accuracy, first turn")
         for tolerance in args.tolerances:
-            print(f"| {tolerance:g} | {learn(args.learn / f'{tolerance:g}', args.steps, tolerance):.3f} |", flush=True)
+            table.row(f"{tolerance:g}", f"{learn(args.learn / f'{tolerance:g}', args.steps, tolerance):.3f}")
         return
-    print(
-        "| learning rate | type | tolerance | values sent, last step | bytes of the sync, of all |\n|---|---|---|---|---|"
-    )
+    table = harness.Table("learning rate", "type", "tolerance", "values sent, last step", "bytes of the sync, of all")
     for rate in args.rates:
         for dtype in ("bfloat16", "float32"):
             for tolerance in args.tolerances:
                 share, share_of_bytes = measure(rate, dtype, args.steps, tolerance)
-                print(f"| {rate:g} | {dtype} | {tolerance:g} | {share:.2%} | {share_of_bytes:.2%} |", flush=True)
+                table.row(f"{rate:g}", dtype, f"{tolerance:g}", f"{share:.2%}", f"{share_of_bytes:.2%}")
 
 
 def measure(rate: float, dtype: str, steps: int, tolerance: float) -> tuple[float, float]:
@@ -88,23 +81,17 @@ def measure(rate: float, dtype: str, steps: int, tolerance: float) -> tuple[floa
 
 
 def learn(folder: Path, steps: int, tolerance: float) -> float:
-    """Trains where no run is yet; the accuracy after the last step. Raises CalledProcessError, TimeoutExpired."""
-    from skyrl_train.telemetry import read_metrics
-
-    words = [
-        *(sys.executable, "-m", "skyrl_train.main", "+experiment=gsm8k_multiturn", "platform=cpu"),
-        f"hydra.run.dir={folder}",
+    """Trains where no run is yet; the accuracy after the last step."""
+    records = harness.trained(
+        folder,
+        *("platform=cpu", "trainer.ckpt_interval=0", "trainer.export_hf=false"),
         f"trainer.total_steps={steps}",
         f"trainer.eval_interval={steps}",
-        "trainer.ckpt_interval=0",
-        "trainer.export_hf=false",
         f"generator.weight_transport={Path(__file__).stem}:send_changes",
-    ]
-    places = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": places, "WEIGHT_CHANGE_TOLERANCE": str(tolerance)}
-    if not (folder / "complete.json").exists():
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=environment, timeout=RUN_TIMEOUT_S)
-    return float(read_metrics(folder / "metrics.jsonl")[-1]["eval/accuracy_first_turn"])
+        packages=[str(harness.FOLDER)],
+        WEIGHT_CHANGE_TOLERANCE=str(tolerance),
+    )
+    return float(records[-1]["eval/accuracy_first_turn"])
 
 
 def send_changes(route: Route, buckets: Sequence[Bucket]) -> int:
@@ -128,4 +115,4 @@ def send_changes(route: Route, buckets: Sequence[Bucket]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

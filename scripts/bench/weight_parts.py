@@ -13,29 +13,26 @@ ranks until all bytes were packed, with their checksums.
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+import harness
+from weight_sync import save_model
+
 TIMEOUT_S = 600.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--megabytes", type=int, default=100, help="of the model in float32")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the engines")
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     from torch import multiprocessing
-    from weight_sync import save_model
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
@@ -116,11 +113,11 @@ def run_rank(rank: int, folder: str, dtype: str, rounds: int) -> None:
             dist.all_reduce(total)
             bytes_of[name] = exchanged[0] / 2e6, float(total) / 1e6
     if rank == 0:
-        print(f"| {dtype} | MB that a rank received | MB to an engine | seconds |\n|---|---|---|---|")
+        table = harness.Table(dtype, "MB that a rank received", "MB to an engine", "seconds")
         for name, seconds in least.items():
-            print(f"| {name} | {bytes_of[name][0]:.0f} | {bytes_of[name][1]:.1f} | {seconds:.2f} |")
+            table.row(name, f"{bytes_of[name][0]:.0f}", f"{bytes_of[name][1]:.1f}", f"{seconds:.2f}")
     leave()
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

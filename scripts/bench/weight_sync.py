@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import harness
+import update_work
+from update_work import ModelSize
 
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.models import (
@@ -51,41 +51,20 @@ _WIDTHS = {4: 128, 100: 640, 500: 1280, 3000: 2048, 15000: 3584}
 _DEFAULT_MEGABYTES = {"cpu": [4, 100, 500], "cuda": [500, 3000]}
 
 
-_IN_PROCESS_HEAD = """\
-| type that travels | ranks | MB | copy, ms | pack, ms | unpack, ms | pack / copy | unpack / copy | both |
-|---|---|---|---|---|---|---|---|---|"""
-
-
 def save_model(folder: Path, megabytes: int) -> int:
     """A Qwen2 with random weights of about that size, with a tokenizer; returns its bytes."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     width = _WIDTHS[min(_WIDTHS, key=lambda known: abs(known - megabytes))]
     hidden = 4 * width
     bytes_per_layer = 4 * (3 * width * hidden + 2 * width * width + width * width)
     layers = max(1, round((megabytes * 1e6 - 4 * VOCABULARY * width) / bytes_per_layer))
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            num_key_value_heads=max(1, width // 128),
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    )
-    model.save_pretrained(folder)
+    size = ModelSize(width, layers, width // 64, max(1, width // 128), hidden, VOCABULARY)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w3"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w3", eos_token="w2", pad_token="w0").save_pretrained(
-        folder
-    )
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w3", eos_token="w2", pad_token="w0")
+    tokenizer.save_pretrained(folder)
+    return update_work.save_model(folder, size, max_position_embeddings=512, bos_token_id=1)
 
 
 def make_config(folder: Path, args: argparse.Namespace) -> Config:
@@ -132,8 +111,8 @@ def measure(config: Config, *, syncs: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = harness.arguments(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--megabytes", type=int, nargs="+", help="of float32; 4 100 500 on a CPU, 500 3000 on GPUs")
     parser.add_argument("--ranks", type=int, help="of the policy: FSDP2 where more than one; 2, or one a GPU")
@@ -150,29 +129,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--device cuda finds {_count_gpus()} GPUs and needs {1 + args.apart}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if args.in_process:
-        print(_IN_PROCESS_HEAD)
+        table = harness.Table(
+            *("type that travels", "ranks", "MB", "copy, ms", "pack, ms", "unpack, ms", "pack / copy", "unpack / copy"),
+            "both",
+        )
         for megabytes in args.megabytes or _DEFAULT_MEGABYTES["cpu"]:
             for dtype in ("float32", "bfloat16"):
                 for ranks in (1, 2):
-                    print(measure_in_process(megabytes, dtype, ranks, args.rounds), flush=True)
-        return 0
-    print_header = True
-    for megabytes in args.megabytes or _DEFAULT_MEGABYTES[args.device]:
+                    table.row(dtype, ranks, *measure_in_process(megabytes, dtype, ranks, args.rounds))
+        return
+    sizes = args.megabytes or _DEFAULT_MEGABYTES[args.device]
+    for megabytes in sizes:
         with tempfile.TemporaryDirectory(prefix="bench-weight-sync-") as scratch:
             save_model(Path(scratch), megabytes)
             config = make_config(Path(scratch), args)
             if violations := list(run_rules(config, (*PLACEMENT_RULES, *ENGINE_PLACEMENT_RULES, *ENGINE_RULES))):
                 parser.error("; ".join(str(violation) for violation in violations))
-            if print_header:
-                _print_header(config)
-                print_header = False
+            if megabytes == sizes[0]:
+                table = table_of(config)
             first, *others = measure(config, syncs=args.syncs)
-            print(_row(first, others or [first]), flush=True)
-    return 0
+            table.row(*_cells(first, others or [first]))
 
 
-def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> str:
-    """Return a row of the table: a model of so many megabytes of float32 that travels in `dtype` from so many ranks."""
+def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> list[str]:
+    """Return the last cells of a row: a model of so many megabytes of float32 that travels in `dtype` from so many ranks."""
     import torch
 
     from skyrl_train.weight_sync import Arrivals, Entry, pack_part
@@ -232,31 +212,27 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> s
         for name, one in took.items():
             seconds[name].append(one)
     copy, pack, unpack = (statistics.median(each[1:]) for each in seconds.values())  # the first takes its memory
-    ratios = f"{pack / copy:.1f} | {unpack / copy:.1f} | **{(pack + unpack) / copy:.1f}**"
     travels = sum(bucket.num_bytes for bucket in planned) / 1e6
-    return (
-        f"| {dtype} | {ranks} | {travels:.0f} | {1e3 * copy:.1f} | {1e3 * pack:.1f} | {1e3 * unpack:.1f} | {ratios} |"
-    )
+    ratios = [f"{pack / copy:.1f}", f"{unpack / copy:.1f}", f"**{(pack + unpack) / copy:.1f}**"]
+    return [f"{travels:.0f}", *(f"{1e3 * each:.1f}" for each in (copy, pack, unpack)), *ratios]
 
 
-def _print_header(config: Config) -> None:
+def table_of(config: Config) -> harness.Table:
     vllm, placement = config.generator.vllm, config.placement
     shared = "on the same devices" if placement.colocate_all else "apart"
-    print(
-        f"{placement.policy_num_workers} ranks and {vllm.num_engines} engines of {vllm.tensor_parallel_size} {shared}, "
-        f"{config.platform.name}, engines in {config.model.dtype}; seconds"
-    )
-    print(
-        "| MB that travel | first sync | median of the others | longest of the others | GB/s |\n|---|---|---|---|---|"
+    return harness.Table(
+        *("MB that travel", "first sync", "median of the others", "longest of the others", "GB/s"),
+        title=f"{placement.policy_num_workers} ranks and {vllm.num_engines} engines of {vllm.tensor_parallel_size} "
+        f"{shared}, {config.platform.name}, engines in {config.model.dtype}; seconds",
     )
 
 
-def _row(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+def _cells(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
     seconds = [record["seconds"] for record in others]
     middle, num_bytes = statistics.median(seconds), first["num_bytes"]
-    numbers = [f"{number:.2f}" for number in (first["seconds"], middle, max(seconds), num_bytes / 1e9 / middle)]
-    return f"| {num_bytes / 1e6:.0f} | {' | '.join(numbers)} |"
+    numbers = (first["seconds"], middle, max(seconds), num_bytes / 1e9 / middle)
+    return [f"{num_bytes / 1e6:.0f}", *(f"{number:.2f}" for number in numbers)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

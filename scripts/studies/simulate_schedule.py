@@ -23,9 +23,7 @@ sheets (`make_scale_tables.py`). Lengths come from a run's rollouts, from the li
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,8 +32,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from scripts.studies import make_scale_tables
 from scripts.studies.simulated_runs import (
@@ -49,11 +45,11 @@ from scripts.studies.simulated_runs import (
 )
 from scripts.studies.simulation import LearnerRates, Schedule, Simulated, simulate
 from skyrl_train.plan.forms import EngineRates
-from skyrl_train.runs import train
 from skyrl_train.telemetry import read_metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 import asynchronous
+import harness
 
 Rates = TypeVar("Rates", EngineRates, LearnerRates)
 TOLERANCE = 0.15
@@ -183,14 +179,13 @@ def compare(
     calibration_stream: Sequence[Path],
     runs: Mapping[str, Sequence[Path]],
     sigma: float,
-    console: Console,
 ) -> bool:
     """Prints measured and predicted steps an hour; whether all are within the tolerance."""
     rates = serial_rates(calibration)
     rollouts = [batch for folder in calibration for batch in rollouts_of(folder, slice(WARM_UP, None))]
     lengths = recorded_lengths(rollouts, source=", ".join(map(str, calibration)))
     serial = stream = Known(rates=rates, lengths=lengths, sigma=sigma)
-    console.print(
+    print(
         f"rates of {len(calibration)} serial runs: a step of decoding {rates.engine.step_s * 1e3:.3g} ms and "
         f"{rates.engine.sequence_s * 1e6:.3g} us a sequence, a prompt's token {rates.engine.prompt_token_s * 1e6:.3g} us "
         f"(waves within {rates.engine_error:.0%}), an answer of the environment {rates.environment_s:.3g} s, a token of the "
@@ -199,45 +194,35 @@ def compare(
     if calibration_stream:
         beside, factor = stream_rates(calibration_stream, serial)
         stream = replace(serial, rates=beside)
-        console.print(
+        print(
             f"rates of {len(calibration_stream)} runs with a stream: the engine takes {factor:.2f} times as long, a token "
             f"of the learner {beside.learner.token_s * 1e6:.3g} us"
         )
-    table = Table(title="steps an hour")
-    for column in ("run", "prompts", "samples", "max_staleness", "measured", "predicted", "error"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    found = []
+    columns = ("run", "prompts", "samples", "max_staleness", "measured", "predicted", "error")
+    table, found = harness.Table(*columns, title="steps an hour"), []
     for name, folders in runs.items():
         config = yaml.safe_load((folders[0] / "config.yaml").read_text(encoding="utf-8"))
-        found.append(predict(name, folders, stream if config["trainer"]["max_staleness"] else serial))
-    for each in found:
+        each = predict(name, folders, stream if config["trainer"]["max_staleness"] else serial)
         numbers = each.schedule.batch_size, each.num_samples, each.schedule.max_staleness
         rate = (f"{3600 / seconds:,.0f}" for seconds in (each.measured_s, each.predicted_s))
-        table.add_row(each.name, *map(str, numbers), *rate, f"{each.error:+.1%}")
-    console.print(table)
+        table.row(each.name, *numbers, *rate, f"{each.error:+.1%}")
+        found.append(each)
     return all(abs(each.error) <= TOLERANCE for each in found)
 
 
 def measure(root: Path, args: argparse.Namespace) -> None:
     """Makes the runs that are not there yet, one after the other, each in a folder of its own."""
-    os.environ["SLEEP"] = f"{args.median_s} {args.sigma}"
     kinds = {**CALIBRATION, **CALIBRATION_STREAM, **PREDICTED}
     for number, (name, (prompts, max_staleness)) in itertools.product(range(args.rounds), kinds.items()):
+        args.prompts = prompts
+        settings = [f"trainer.total_steps={args.steps}", f"seed={number}", "platform.num_threads=1"]
         folder = root / f"round_{number}" / name
-        if (folder / "complete.json").exists():
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        words = ["--steps", args.steps, "--prompts", prompts, "--samples", args.samples]
-        config = asynchronous.make_config(
-            folder, asynchronous.parse([str(word) for word in words]), max_staleness=max_staleness, num_threads=1
-        )
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            train(replace(config, seed=number))
+        asynchronous.train(folder, args, *settings, "data.validation=[]", max_staleness=max_staleness)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="make the runs, then compare them")
     parser.add_argument("--rounds", type=int, default=3, help="in each of which each kind of run is made once")
     parser.add_argument("--steps", type=int, default=12, help="of each run that is made")
@@ -267,9 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = {name: [folder / name for folder in rounds] for name in PREDICTED}
     if not calibration or not runs:
         parser.error("--compare needs the runs of --calibrate, or --measure makes both")
-    met = compare(calibration, streams, runs, args.sigma, Console(width=120))
+    met = compare(calibration, streams, runs, args.sigma)
     return int(args.check and not met)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)
