@@ -29,10 +29,11 @@ from skyrl_train.telemetry import Activity, Alerts, RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.records import Timeline
 from skyrl_train.telemetry.trackers import Trackers
+from skyrl_train.trainers.checkpoints.folder import checkpoint_name
 from skyrl_train.trainers.checkpoints.resume import Start
 from skyrl_train.trainers.checkpoints.saving import Saves
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, LoopState, TrainerState
-from skyrl_train.trainers.checkpoints.store import CheckpointStore, checkpoint_name
+from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from skyrl_train.trainers.checkpoints.writer import CheckpointWriter, Written
 from skyrl_train.trainers.observers import Observers
 from skyrl_train.trainers.step_timer import StepTimer

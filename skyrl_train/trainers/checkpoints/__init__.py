@@ -12,10 +12,10 @@ if TYPE_CHECKING:
         resume_settings,
         settings_of,
     )
-    from skyrl_train.trainers.checkpoints.manifest import sha256_of, verify
+    from skyrl_train.trainers.checkpoints.folder import oldest_step, sha256_of, verify
     from skyrl_train.trainers.checkpoints.resume import Start, find_start, prepare_run_folder
     from skyrl_train.trainers.checkpoints.state import DataFingerprint, TrainerState, library_versions
-    from skyrl_train.trainers.checkpoints.store import CheckpointStore, oldest_step
+    from skyrl_train.trainers.checkpoints.store import CheckpointStore
     from skyrl_train.trainers.checkpoints.writer import CheckpointWriter
 
 __all__ = [

@@ -33,9 +33,8 @@ from skyrl_train.trainers.capsules.record import (
     step_name,
     write_batch,
 )
-from skyrl_train.trainers.checkpoints.manifest import sha256_of
+from skyrl_train.trainers.checkpoints.folder import sha256_of, write_checkpoint
 from skyrl_train.trainers.checkpoints.state import LoopState, library_versions
-from skyrl_train.trainers.checkpoints.store import write_checkpoint
 from skyrl_train.types import RolloutBatch
 
 _CODE = Path(__file__).parent
