@@ -38,8 +38,8 @@ from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import to_values
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter, StepInputs
-from skyrl_train.trainers.checkpoints.saving import export_whole
 from skyrl_train.trainers.checkpoints.state import LoopState
+from skyrl_train.trainers.checkpoints.writer import export_whole
 from skyrl_train.trainers.evaluation.evaluate import EvaluationResult, Evaluator
 from skyrl_train.trainers.evaluation.report import evaluation_line, evaluation_table, read_evaluations, write_evaluation
 from skyrl_train.trainers.loop import TrainingLoop, is_due

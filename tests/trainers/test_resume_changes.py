@@ -299,7 +299,8 @@ def test_a_fork_goes_on_where_the_data_were(
     of_run.checkpoint = CheckpointStore(RunFolder(of_run.root).checkpoints, keep=2).write(3, state.write)
     config = replace(of_run.config, trainer=replace(of_run.config.trainer, train_batch_size=batch_size))
     start = of_run.forked(config, data=replace(DATA, num_prompts=prompts))
-    assert start.data_position == expected
+    assert start.state is not None
+    assert start.state.data_position == expected
 
 
 def test_other_prompts_are_refused_with_the_versions_that_may_have_made_them(
