@@ -40,8 +40,14 @@ from skyrl_train.trainers import steps
 from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter, StepInputs
 from skyrl_train.trainers.checkpoints.state import LoopState
 from skyrl_train.trainers.checkpoints.writer import export_whole
-from skyrl_train.trainers.evaluation.evaluate import EvaluationResult, Evaluator
-from skyrl_train.trainers.evaluation.report import evaluation_line, evaluation_table, read_evaluations, write_evaluation
+from skyrl_train.trainers.evaluation.evaluate import (
+    EvaluationResult,
+    Evaluator,
+    evaluation_line,
+    evaluation_table,
+    read_evaluations,
+    write_evaluation,
+)
 from skyrl_train.trainers.loop import TrainingLoop, is_due
 from skyrl_train.trainers.observers import StepFacts
 from skyrl_train.trainers.rollout_sink import RolloutLog

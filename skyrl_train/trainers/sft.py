@@ -25,11 +25,11 @@ from skyrl_train.trainers.checkpoints.writer import export_whole
 from skyrl_train.trainers.evaluation.sft_evaluate import (
     LOSS,
     LossHistory,
+    SampleWriter,
     SFTEvaluator,
     evaluation_line,
     evaluation_table,
 )
-from skyrl_train.trainers.evaluation.sft_samples import SampleWriter
 from skyrl_train.trainers.loop import TrainingLoop
 from skyrl_train.trainers.observers import StepFacts
 

@@ -4,11 +4,15 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.errors import DataError
-from skyrl_train.trainers.evaluation.evaluate import Evaluator, is_solved, is_solved_first_turn, measure, pass_at_k
-from skyrl_train.trainers.evaluation.report import (
+from skyrl_train.trainers.evaluation.evaluate import (
+    Evaluator,
     cut_evaluations_after,
     evaluation_line,
     evaluation_table,
+    is_solved,
+    is_solved_first_turn,
+    measure,
+    pass_at_k,
     read_evaluations,
     write_evaluation,
 )

@@ -39,7 +39,7 @@ from skyrl_train.trainers.checkpoints.state import (
     library_versions,
 )
 from skyrl_train.trainers.checkpoints.store import HISTORY, CheckpointStore
-from skyrl_train.trainers.evaluation.report import cut_evaluations_after
+from skyrl_train.trainers.evaluation.evaluate import cut_evaluations_after
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
 from skyrl_train.trainers.steps import Learners
 

@@ -4,15 +4,17 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.trainers.evaluation.evaluate import EvaluationFigures, EvaluationResult, Evaluator, groups_of
-    from skyrl_train.trainers.evaluation.report import (
+    from skyrl_train.trainers.evaluation.evaluate import (
+        EvaluationFigures,
+        EvaluationResult,
+        Evaluator,
         evaluation_line,
-        figures_table,
+        evaluation_table,
+        groups_of,
         read_evaluations,
         write_evaluation,
     )
-    from skyrl_train.trainers.evaluation.sft_evaluate import SFTEvaluator
-    from skyrl_train.trainers.evaluation.sft_samples import SampleWriter, cut_samples_after
+    from skyrl_train.trainers.evaluation.sft_evaluate import SampleWriter, SFTEvaluator, cut_samples_after
 
 __all__ = [
     "EvaluationFigures",
@@ -22,7 +24,7 @@ __all__ = [
     "SampleWriter",
     "cut_samples_after",
     "evaluation_line",
-    "figures_table",
+    "evaluation_table",
     "groups_of",
     "read_evaluations",
     "write_evaluation",
