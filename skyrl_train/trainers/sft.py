@@ -31,7 +31,7 @@ from skyrl_train.trainers.evaluation.sft_evaluate import (
     evaluation_table,
 )
 from skyrl_train.trainers.loop import TrainingLoop
-from skyrl_train.trainers.observers import StepFacts
+from skyrl_train.trainers.observers import StepFacts, StepInputs
 
 DECLARED_METRICS = """
 train/loss | nats | Mean cross-entropy of a trained token. | supervised training | TRL `loss`
@@ -88,8 +88,8 @@ class SFTTrainer:
                     batch = self.loader.get(step)
                     if not loop.is_last(step):
                         self.loader.prefetch(step + 1)
-                with self.capsules.failures_kept(step, self.state) as known, loop.phase("update"):
-                    known.batch = batch.mini_batch
+                known = StepInputs(batch=batch.mini_batch)
+                with self.capsules.failures_kept(step, self.state, known), loop.phase("update"):
                     metrics = update(self.policy, batch)
                 self._finish_step(step, batch, metrics)
             return self._finish(step)
@@ -106,7 +106,8 @@ class SFTTrainer:
 
     def _finish_step(self, step: int, batch: SFTBatch, metrics: dict[str, float]) -> None:
         """Makes the step count: evaluation, record, best, checkpoint, stop."""
-        totals = self.state.totals.plus(_consumed(batch))
+        count, tokens = batch.num_examples, batch.num_tokens
+        totals = self.state.totals.plus(Totals(prompts=count, trajectories=count, tokens=tokens, optimizer_steps=1))
         self.state = replace(self.state, data_position=batch.position, totals=totals)
         evaluation = self.loop.evaluate_where_due(step, self._evaluate)
         if evaluation:
@@ -196,12 +197,6 @@ def batch_metrics(batch: SFTBatch) -> dict[str, float]:
         "batch/trained_tokens": float(mini_batch.denominators.num_tokens),
         "batch/rows": float(mini_batch.batch.num_rows),
     }
-
-
-def _consumed(batch: SFTBatch) -> Totals:
-    return Totals(
-        prompts=batch.num_examples, trajectories=batch.num_examples, tokens=batch.num_tokens, optimizer_steps=1
-    )
 
 
 def _total_metrics(totals: Totals) -> dict[str, float]:

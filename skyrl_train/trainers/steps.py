@@ -249,7 +249,7 @@ def update(
     naming the training step and the optimizer step: the update ends there.
     """
     check_staleness(batch)
-    steering = Steering(learners.policy, trainer.algorithm, entropy)
+    preparer = MiniBatchPreparer(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []
     if learners.critic is not None:
@@ -258,16 +258,16 @@ def update(
     if learners.critic is None or batch.metadata.global_step > trainer.algorithm.critic_warmup_steps:
         boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
         policy_parts = update_learner(
-            learners.policy, batch, boundaries, trainer, name="policy", on_progress=on_progress, steering=steering
+            learners.policy, batch, boundaries, trainer, name="policy", on_progress=on_progress, preparer=preparer
         )
     return Update(
         metrics=merge_metrics([*parts, *policy_parts]),
         num_optimizer_steps=len(policy_parts),
-        entropy=steering.entropy,
+        entropy=preparer.entropy,
     )
 
 
-class Steering:
+class MiniBatchPreparer:
     """What the policy's optimizer steps need of each other: columns over each mini-batch, the weight of the entropy."""
 
     def __init__(self, policy: Learner, algorithm: AlgorithmConfig, entropy: EntropyControllerState | None) -> None:
@@ -304,11 +304,11 @@ def update_learner(
     *,
     name: str,
     on_progress: Progress,
-    steering: Steering | None = None,
+    preparer: MiniBatchPreparer | None = None,
 ) -> list[StepMetrics]:
     """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step.
 
-    `steering` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
+    `preparer` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
     """
     algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
     total = epochs * len(boundaries)
@@ -323,10 +323,10 @@ def update_learner(
         )
         for number, mini_batch in enumerate(closed, start=1):
             try:
-                ready, found = (mini_batch, {}) if steering is None else steering.prepare(mini_batch)
+                ready, found = (mini_batch, {}) if preparer is None else preparer.prepare(mini_batch)
                 parts.append(merge_metrics([found, learner.forward_backward(ready), learner.optim_step()]))
-                if steering is not None:
-                    steering.observe(parts[-1])
+                if preparer is not None:
+                    preparer.observe(parts[-1])
             except NonFiniteError as error:
                 refused = NonFiniteError(
                     f"training step {batch.metadata.global_step}, {name}: optimizer step {len(parts) + 1} of {total} "

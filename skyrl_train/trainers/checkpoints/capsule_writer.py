@@ -35,19 +35,12 @@ from skyrl_train.trainers.capsules.record import (
 )
 from skyrl_train.trainers.checkpoints.folder import sha256_of, write_checkpoint
 from skyrl_train.trainers.checkpoints.state import LoopState, library_versions
+from skyrl_train.trainers.observers import StepInputs
 from skyrl_train.types import RolloutBatch
 
 _CODE = Path(__file__).parent
 _MOST_BAD_INPUTS = 100
 """Numbers of rollouts that a capsule names; the others are like them."""
-
-
-class StepInputs:
-    """What is known of the step that is running."""
-
-    rollouts: RolloutBatch | None = None
-    batch: TrainingInputBatch | MiniBatch | None = None
-    """As far as it has come; in supervised training what the optimizer step is taken on."""
 
 
 class CapsuleWriter:
@@ -86,12 +79,11 @@ class CapsuleWriter:
         shutil.rmtree(self._folder.capsules / FAILED / step_name(step), ignore_errors=True)
 
     @contextmanager
-    def failures_kept(self, step: int, state: LoopState) -> Iterator[StepInputs]:
-        """Wrap a step that begins in `state`, and says what it knows. One that is refused for its numbers leaves a capsule,
-        and its error names the command that finds them."""
-        known = StepInputs()
+    def failures_kept(self, step: int, state: LoopState, known: StepInputs) -> Iterator[None]:
+        """Wrap a step that begins in `state`, and says what is `known` of it. One that is refused for its numbers leaves a
+        capsule, and its error names the command that finds them."""
         try:
-            yield known
+            yield
         except (NonFiniteError, BatchError) as error:
             if self._keep_refused(step, state, known, error):
                 root = self._folder.root.absolute()
