@@ -297,8 +297,9 @@ class ModelEngine:
         with torch.no_grad():
             for name, tensor in _saved_tensors(self.model, self.parameters).items():
                 tensor.copy_(stored.model[name])
-        self.num_optimizer_steps, self.num_documents = stored.num_optimizer_steps, stored.num_documents
-        self.oom_retry.restore(stored.budgets)
+        facts = stored.facts
+        self.num_optimizer_steps, self.num_documents = facts.num_optimizer_steps, facts.num_documents
+        self.oom_retry.restore(facts.budgets)
         self.zero_grad()
 
     def whole_state_dict(self) -> dict[str, Tensor]:

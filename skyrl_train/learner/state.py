@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,23 +22,34 @@ from skyrl_train.learner.state_files import FILES, FORMAT, PARTS, STATE_FILE, lo
 from skyrl_train.system.files import parse_strict_json, read_json, shown, whole_number
 
 TensorFact = tuple[torch.dtype, tuple[int, ...]]
-"""Type and whole shape."""
+"""The type of a tensor's elements and its whole shape, over all ranks."""
 _SHARDS = "shard-*.safetensors"
 _TORCH_METADATA = ".metadata"
 _MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredState:
-    """The state that `read` found, on the CPU."""
+class StateFacts:
+    """What `state.json` says of a model and its optimizer."""
 
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
-    """Empty where it is the state of an optimizer of another name: a fork changed it, and the new one begins without."""
+    optimizer: str
+    """The optimizer's name; empty for a model without one."""
     num_optimizer_steps: int
     num_documents: int
+    num_optimizer_tensors: int
     budgets: tuple[int, ...]
     """As `OomRetry.budgets`; empty where none were stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredState:
+    """The state that `read` found."""
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    """On the CPU; empty where it is the state of an optimizer of another name: a fork changed it, and the new one begins
+    without."""
+    facts: StateFacts
 
 
 def read(
@@ -63,13 +74,7 @@ def read(
     _require_finite(folder, tensors)
     if with_optimizer:
         _check_moments(folder, moments, facts)
-    return StoredState(
-        model=tensors,
-        optimizer=moments,
-        num_optimizer_steps=facts.num_optimizer_steps,
-        num_documents=facts.num_documents,
-        budgets=facts.budgets,
-    )
+    return StoredState(model=tensors, optimizer=moments, facts=facts)
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
@@ -189,17 +194,6 @@ def _sizes(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Facts:
-    """What `state.json` says."""
-
-    optimizer: str
-    num_optimizer_steps: int
-    num_documents: int
-    num_optimizer_tensors: int
-    budgets: tuple[int, ...]
-
-
 @contextmanager
 def _reading(folder: Path, what: str) -> Iterator[None]:
     """Turns what damaged files make their readers raise into CheckpointError."""
@@ -210,7 +204,7 @@ def _reading(folder: Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {what} cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def _read_facts(folder: Path, *, role: str) -> _Facts:
+def _read_facts(folder: Path, *, role: str) -> StateFacts:
     """Raises CheckpointError naming the file and the entry."""
     with _reading(folder, f"the {role} model's {STATE_FILE}"):
         content = read_json(folder / STATE_FILE)
@@ -228,7 +222,7 @@ def _read_facts(folder: Path, *, role: str) -> _Facts:
         if not isinstance(budgets, list) or len(budgets) not in (0, 4):
             raise ValueError(f"memory_budgets must be no or four numbers; got {shown(budgets)}")
         numbered = {f"memory_budgets[{index}]": tokens for index, tokens in enumerate(budgets)}
-        return _Facts(
+        return StateFacts(
             optimizer=optimizer,
             num_optimizer_steps=whole_number(content, "num_optimizer_steps"),
             num_documents=whole_number(content, "num_documents"),
@@ -249,7 +243,7 @@ def _require_finite(folder: Path, tensors: Mapping[str, Tensor], what: str = "")
             )
 
 
-def _check_moments(folder: Path, moments: Mapping[str, Tensor], facts: _Facts) -> None:
+def _check_moments(folder: Path, moments: Mapping[str, Tensor], facts: StateFacts) -> None:
     """Raises CheckpointError where some are missing, not finite, or of a number of steps that was never made."""
     if facts.num_optimizer_tensors != len(moments):
         raise CheckpointError(

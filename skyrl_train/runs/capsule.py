@@ -46,8 +46,7 @@ from skyrl_train.trainers.capsules import (
     Comparison,
     compare_batches,
     compare_metrics,
-    compare_moments,
-    compare_weights,
+    compare_tensors,
     find_capsule,
     read_batch,
     step_name,
@@ -197,9 +196,9 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
         if not (output / name).is_dir():
             continue
         found, expected, before = (read_tensors(each / name, "model") for each in (output, opened.after, opened.before))
-        lines.append(compare_weights(name, found, expected, before, bounds))
+        lines.append(compare_tensors(f"{name} weights", found, expected, bounds.change, before=before))
         moments, expected = (read_tensors(each / name, "optimizer") for each in (output, opened.after))
-        lines.append(compare_moments(name, moments, expected, bounds))
+        lines.append(compare_tensors(f"{name} optimizer", moments, expected, bounds.moment))
     return lines
 
 

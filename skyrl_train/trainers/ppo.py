@@ -43,7 +43,6 @@ from skyrl_train.trainers.checkpoints.writer import export_whole
 from skyrl_train.trainers.evaluation.evaluate import (
     EvaluationResult,
     Evaluator,
-    evaluation_line,
     evaluation_table,
     read_evaluations,
     write_evaluation,
@@ -261,8 +260,7 @@ class PPOTrainer:
             with loop.console.phase("export"):
                 export_whole(self.learners.policy, loop.folder.export)
         loop.draw()
-        evaluations = read_evaluations(loop.folder.evaluation_file)
-        if evaluations:
+        if evaluations := read_evaluations(loop.folder.evaluation_file):
             loop.console.show(evaluation_table(evaluations[0], evaluations[-1]))
         loop.complete(global_step)
         return TrainingResult(global_step=global_step, evaluations=tuple(evaluations))
@@ -276,7 +274,7 @@ class PPOTrainer:
             with self.loop.saves.attempt():
                 write_evaluation(self.loop.folder.evaluation_file, result)
         self._flush_rollouts()
-        self.loop.console.note(evaluation_line(result))
+        self.loop.console.note(result.line())
         return result.metrics()
 
     @contextmanager

@@ -52,7 +52,7 @@ policy/entropy_coef | | Weight of the entropy bonus that the controller chose. |
 """
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
+"""Called with the number of optimizer steps that are done, and that of all."""
 PromptBatches = Callable[[int], Sequence[Prompt]]
 """The training prompts after so many batches: a function of that position alone (`data/prompts.py: PromptSource.batch`)."""
 
@@ -65,7 +65,7 @@ class PPOSettings:
     assembly: AssemblySettings
     n_samples_per_prompt: int
     sampling: SamplingParams
-    """Of training rollouts."""
+    """How training rollouts are sampled."""
     seed: int
     scores_entropies: bool = False
     """Whether entropies of the trained tokens are wanted, which no loss reads."""
@@ -93,7 +93,7 @@ class Learners:
 
     policy: Learner
     reference: Scorer | None
-    """Only scored; see `config.algorithm.needs_reference`."""
+    """A model that only scores; see `config.algorithm.needs_reference`."""
     critic: Learner | None
     """Only where the advantage estimator needs values."""
 
@@ -105,7 +105,7 @@ class Update:
     metrics: StepMetrics
     """Merged over all optimizer steps."""
     num_optimizer_steps: int
-    """Of the policy."""
+    """Those of the policy, without the critic's."""
     entropy: EntropyControllerState
     """After the last of them."""
 

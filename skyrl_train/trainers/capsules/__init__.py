@@ -12,8 +12,7 @@ if TYPE_CHECKING:
         Comparison,
         compare_batches,
         compare_metrics,
-        compare_moments,
-        compare_weights,
+        compare_tensors,
         table,
     )
     from skyrl_train.trainers.capsules.record import (
@@ -40,8 +39,7 @@ __all__ = [
     "Comparison",
     "compare_batches",
     "compare_metrics",
-    "compare_moments",
-    "compare_weights",
+    "compare_tensors",
     "find_capsule",
     "read_batch",
     "step_name",

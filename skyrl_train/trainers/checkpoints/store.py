@@ -251,14 +251,13 @@ def require_usable(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pointer:
-    """The content of `latest`."""
+    """The content of `latest` at a URL: names of checkpoints there, newest first."""
 
     writer: str = ""
     """The identity of the output folder that writes here."""
     checkpoints: tuple[str, ...] = ()
-    """Newest first."""
     set_aside: tuple[str, ...] = ()
-    """Never removed."""
+    """Checkpoints that a run went back behind; they are never removed."""
 
 
 class ObjectStore:

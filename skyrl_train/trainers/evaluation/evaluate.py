@@ -83,6 +83,20 @@ class EvaluationResult:
             metrics |= _metrics_of(figures, f"eval/{name}")
         return metrics
 
+    def line(self) -> str:
+        """`evaluation at step 10: accuracy 0.652, first turn 0.610, reward 0.634, 2 of 256 trajectories failed`."""
+        figures = self.overall
+        values = {
+            "accuracy": figures.accuracy,
+            "first turn": figures.accuracy_first_turn,
+            **{f"pass@{k}": value for k, value in figures.pass_at.items() if k > 1},
+            "reward": figures.reward_mean,
+        }
+        parts = [f"{name} {value:.3f}" for name, value in values.items() if value is not None]
+        if figures.num_failed:
+            parts.append(f"{figures.num_failed} of {figures.num_trajectories} trajectories failed")
+        return f"evaluation at step {self.global_step}: {', '.join(parts)}"
+
 
 RolloutHook = Callable[[int, RolloutBatch], None]
 """Called with (step, all rollouts of the evaluation)."""
@@ -298,21 +312,6 @@ def evaluation_table(*results: EvaluationResult) -> Table:
         of_part = [result.parts.get(part) for result in results]
         add_row(f"accuracy, {part}", [None if figures is None else figures.accuracy for figures in of_part], 3)
     return table
-
-
-def evaluation_line(result: EvaluationResult) -> str:
-    """`evaluation at step 10: accuracy 0.652, first turn 0.610, reward 0.634, 2 of 256 trajectories failed`."""
-    figures = result.overall
-    values = {
-        "accuracy": figures.accuracy,
-        "first turn": figures.accuracy_first_turn,
-        **{f"pass@{k}": value for k, value in figures.pass_at.items() if k > 1},
-        "reward": figures.reward_mean,
-    }
-    parts = [f"{name} {value:.3f}" for name, value in values.items() if value is not None]
-    if figures.num_failed:
-        parts.append(f"{figures.num_failed} of {figures.num_trajectories} trajectories failed")
-    return f"evaluation at step {result.global_step}: {', '.join(parts)}"
 
 
 def _rows(figures: EvaluationFigures) -> list[tuple[str, Callable[[EvaluationFigures], float | None], int]]:

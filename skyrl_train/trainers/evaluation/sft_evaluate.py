@@ -36,7 +36,7 @@ LOSS = "eval/loss"
 """Over all sets, every trained token the same weight."""
 _LARGEST_EXPONENT = 700.0
 Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
+"""Called with the number of batches that are done, and that of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class SetLoss:
     total: float
     """Sum of the negative log-probabilities of its trained tokens."""
     num_tokens: int
-    """With loss."""
+    """Trained tokens of the set."""
 
     @property
     def mean(self) -> float:
