@@ -165,7 +165,7 @@ class PPOTrainer:
             self.stream.begin(version=version, settled=self.state.settled or Settled(frontier=first))
         if self.capsules.keep:
             with self.loop.phase("capsule"):
-                self.capsules.begin(version, self.state)
+                self.capsules.write_state(version, self.state)
         self.loop.begin(self.state, self._evaluate)
 
     def _sync(self, version: int) -> None:

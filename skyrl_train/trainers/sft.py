@@ -101,7 +101,7 @@ class SFTTrainer:
         self.history = LossHistory.of(read_metrics(self.loop.folder.metrics_file))
         if self.capsules.keep:
             with self.loop.phase("capsule"):
-                self.capsules.begin(self.loop.start.global_step, self.state)
+                self.capsules.write_state(self.loop.start.global_step, self.state)
         self.loop.begin(self.state, self._evaluate)
 
     def _finish_step(self, step: int, batch: SFTBatch, metrics: dict[str, float]) -> None:
@@ -112,7 +112,14 @@ class SFTTrainer:
         evaluation = self.loop.evaluate_where_due(step, self._evaluate)
         if evaluation:
             self.history = self.history.plus(step, evaluation[LOSS])
-        measured = {**metrics, **batch_metrics(batch), **evaluation, **_total_metrics(totals)}
+        measured = {
+            **metrics,
+            **batch_metrics(batch),
+            **evaluation,
+            "total/examples": float(totals.prompts),
+            "total/tokens": float(totals.tokens),
+            "total/optimizer_steps": float(totals.optimizer_steps),
+        }
         measured = self.loop.observers.measure(StepFacts(step=step, batch=batch.mini_batch.batch), measured)
         self.loop.record(step, measured, speed=partial(_speed, batch), is_evaluated=bool(evaluation))
         if self.capsules.keep:
@@ -196,14 +203,6 @@ def batch_metrics(batch: SFTBatch) -> dict[str, float]:
         "batch/tokens": float(batch.num_tokens),
         "batch/trained_tokens": float(mini_batch.denominators.num_tokens),
         "batch/rows": float(mini_batch.batch.num_rows),
-    }
-
-
-def _total_metrics(totals: Totals) -> dict[str, float]:
-    return {
-        "total/examples": float(totals.prompts),
-        "total/tokens": float(totals.tokens),
-        "total/optimizer_steps": float(totals.optimizer_steps),
     }
 
 

@@ -60,20 +60,21 @@ class CapsuleWriter:
         self._folder, self.keep, self._seed, self._total_steps = folder, keep, seed, total_steps
         self._hold_state, self._console = hold_state, console
 
-    def begin(self, step: int, state: LoopState) -> None:
-        """Keep the `state` after `step` steps, which the first step begins with. Raises SaveError."""
-        if self.keep:
-            self._write_state(step, state)
+    def write_state(self, step: int, state: LoopState) -> None:
+        """Keep the `state` after `step` steps, which the next step begins with. Raises SaveError."""
+        root = self._folder.capsules / STATES
+        write_checkpoint(root, step, self._hold_state(step, state, copies=False).write, self.keep + 1)
 
     def write(
         self, step: int, state: LoopState, batch: TrainingInputBatch | MiniBatch, metrics: Mapping[str, float]
     ) -> None:
         """Keep the capsule of a step that is finished, after which the loop is in `state`, and whose rollouts are on disk.
         Raises SaveError."""
-        self._write_state(step, state)
+        self.write_state(step, state)
+        rollouts = next(iter(sorted(self._folder.rollouts.glob(f"train_{step_name(step)}.*"))), None)
 
         def write(folder: Path) -> None:
-            self._write_own(folder, step, batch, metrics=metrics, rollouts=self._rollouts(step))
+            self._write_own(folder, step, batch, metrics=metrics, rollouts=rollouts)
 
         write_checkpoint(self._folder.capsules, step, write, self.keep)
         shutil.rmtree(self._folder.capsules / FAILED / step_name(step), ignore_errors=True)
@@ -112,14 +113,6 @@ class CapsuleWriter:
     def _commit(self) -> str:
         return git_commit(_CODE)
 
-    def _write_state(self, step: int, state: LoopState) -> None:
-        root = self._folder.capsules / STATES
-        write_checkpoint(root, step, self._hold_state(step, state, copies=False).write, self.keep + 1)
-
-    def _rollouts(self, step: int) -> Path | None:
-        found = sorted(self._folder.rollouts.glob(f"train_{step_name(step)}.*"))
-        return found[0] if found else None
-
     def _write_own(
         self,
         folder: Path,
@@ -133,14 +126,16 @@ class CapsuleWriter:
     ) -> None:
         """Write all that is no model."""
         shutil.copyfile(self._folder.config_file, folder / CONFIG_FILE)
-        closed = batch if isinstance(batch, MiniBatch) else None
-        rows = batch.batch if isinstance(batch, MiniBatch) else batch
+        rows, denominators = (batch.batch, batch.denominators) if isinstance(batch, MiniBatch) else (batch, None)
         if rows is not None:
             write_batch(folder / BATCH_FILE, rows)
             used = {span.image.key for spans in rows.metadata.images for span in spans}
             IMAGES.keep(sorted(used), self._folder.images)
         if rollouts is not None:
-            _link(rollouts, folder / rollouts.name)
+            try:
+                os.link(rollouts, folder / rollouts.name)
+            except OSError:  # the disk has no second names for files
+                shutil.copyfile(rollouts, folder / rollouts.name)
         Capsule(
             step=step,
             seed=self._seed,
@@ -153,7 +148,7 @@ class CapsuleWriter:
             refusal=refusal,
             bad_inputs=bad_inputs,
             total_steps=self._total_steps,
-            denominators=None if closed is None else closed.denominators,
+            denominators=denominators,
         ).write(folder)
 
 
@@ -178,11 +173,3 @@ def bad_inputs(rollouts: RolloutBatch | None) -> tuple[BadInput, ...]:
                 if not math.isfinite(value)
             ]
     return tuple(found[:_MOST_BAD_INPUTS])
-
-
-def _link(source: Path, target: Path) -> None:
-    """One file under two names, or a copy where the disk has no such."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

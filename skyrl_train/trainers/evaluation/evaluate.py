@@ -305,8 +305,9 @@ def evaluation_table(*results: EvaluationResult) -> Table:
         known = [value for value in values if value is not None]
         table.add_row(name, *cells, *([f"{known[1] - known[0]:+.{digits}f}"] if len(known) > 1 else []))
 
-    for name, value_of, digits in _rows(last.overall):
-        add_row(name, [value_of(result.overall) for result in results], digits)
+    rows = [_rows(result.overall) for result in results]
+    for name, (_, digits) in rows[-1].items():
+        add_row(name, [each[name][0] if name in each else None for each in rows], digits)
     table.add_row("failed trajectories", *(_failures(result.overall) for result in results))
     for part in last.parts:
         of_part = [result.parts.get(part) for result in results]
@@ -314,19 +315,16 @@ def evaluation_table(*results: EvaluationResult) -> Table:
     return table
 
 
-def _rows(figures: EvaluationFigures) -> list[tuple[str, Callable[[EvaluationFigures], float | None], int]]:
-    """Name, value and digits of each line."""
-    rows: list[tuple[str, Callable[[EvaluationFigures], float | None], int]] = [
-        ("accuracy", lambda f: f.accuracy, 3),
-        ("accuracy, first turn", lambda f: f.accuracy_first_turn, 3),
-    ]
-    rows += [(f"pass@{k}", lambda f, k=k: f.pass_at.get(k), 3) for k in figures.pass_at if k > 1]  # type: ignore[misc]
-    return [
-        *rows,
-        ("mean reward", lambda f: f.reward_mean, 3),
-        ("turns used", lambda f: f.turns_mean, 2),
-        ("response length (tokens)", lambda f: f.response_length_mean, 1),
-    ]
+def _rows(figures: EvaluationFigures) -> dict[str, tuple[float | None, int]]:
+    """The value and its digits, by the name of the line."""
+    return {
+        "accuracy": (figures.accuracy, 3),
+        "accuracy, first turn": (figures.accuracy_first_turn, 3),
+        **{f"pass@{k}": (value, 3) for k, value in figures.pass_at.items() if k > 1},
+        "mean reward": (figures.reward_mean, 3),
+        "turns used": (figures.turns_mean, 2),
+        "response length (tokens)": (figures.response_length_mean, 1),
+    }
 
 
 def _failures(figures: EvaluationFigures) -> str:
