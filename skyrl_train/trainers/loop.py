@@ -73,7 +73,7 @@ class LoopSettings:
     total_steps: int
     trainer: LoopConfig
     config: Mapping[str, Any]
-    """Every setting by its dotted name (`state.flat_config`), which checkpoints record."""
+    """Every setting by its dotted name (`checkpoints.flat_config`), which checkpoints record."""
     num_restarts: int = 0
     """How often this process has gone on from a checkpoint after a worker was lost; recorded from the first on."""
 
