@@ -49,10 +49,9 @@ from skyrl_train.trainers.capsules import (
     compare_tensors,
     find_capsule,
     read_batch,
-    step_name,
     write_batch,
 )
-from skyrl_train.trainers.checkpoints import TrainerState, library_versions, verify
+from skyrl_train.trainers.checkpoints import TrainerState, checkpoint_name, library_versions, verify
 
 MODELS = ("policy", "critic", "reference")
 """Folders that a state may have."""
@@ -123,7 +122,7 @@ def open_capsule(run: Path, step: int) -> Opened:
     before, after = folder, None
     if capsule.refusal is None:
         states = RunFolder(run).capsules / STATES
-        before, after = states / step_name(step - 1), states / step_name(step)
+        before, after = states / checkpoint_name(step - 1), states / checkpoint_name(step)
         verify(before)
         verify(after)
     node, is_supervised = as_now(read_yaml(folder / CONFIG_FILE)).tree, capsule.denominators is not None

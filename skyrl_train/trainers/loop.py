@@ -30,11 +30,11 @@ from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.records import Timeline
 from skyrl_train.telemetry.trackers import Trackers
 from skyrl_train.trainers.checkpoints.folder import checkpoint_name
-from skyrl_train.trainers.checkpoints.resume import Start
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, LoopState, TrainerState
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from skyrl_train.trainers.checkpoints.writer import Saves
 from skyrl_train.trainers.observers import Observers
+from skyrl_train.trainers.resume import Start
 from skyrl_train.trainers.step_timer import StepTimer
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
 from skyrl_train.types import RolloutBatch
@@ -116,7 +116,8 @@ class TrainingLoop:
         self.saves = Saves(
             folder=folder,
             store=checkpoints,
-            start=start,
+            last_checkpoint=start.checkpoint,
+            last_step=start.global_step,
             policy=cast("Learner", models["policy"]),
             trainer=settings.trainer,
             console=console,

@@ -37,7 +37,7 @@ from skyrl_train.rollout import Settled
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import to_values
 from skyrl_train.trainers import steps
-from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter
+from skyrl_train.trainers.capsules.writer import CapsuleWriter
 from skyrl_train.trainers.checkpoints.state import LoopState
 from skyrl_train.trainers.checkpoints.writer import export_whole
 from skyrl_train.trainers.evaluation.evaluate import (

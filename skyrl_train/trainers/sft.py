@@ -18,7 +18,7 @@ from skyrl_train.data import BatchLoader, SFTBatch
 from skyrl_train.errors import NonFiniteError, counted
 from skyrl_train.interfaces import Learner
 from skyrl_train.telemetry import StepMetrics, merge_metrics, read_metrics, to_values
-from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter
+from skyrl_train.trainers.capsules.writer import CapsuleWriter
 from skyrl_train.trainers.checkpoints.state import LoopState, Totals
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from skyrl_train.trainers.checkpoints.writer import export_whole

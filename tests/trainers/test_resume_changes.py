@@ -21,9 +21,9 @@ from skyrl_train.registry import absolute_target, code_digests
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.trainers.checkpoints import state
 from skyrl_train.trainers.checkpoints.changes import changes_since, flat_config, resume_settings
-from skyrl_train.trainers.checkpoints.resume import Start, find_start
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, Totals, TrainerState, library_versions
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
+from skyrl_train.trainers.resume import Start, find_start
 
 DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
 SHAPES_AND_TOKENS = {

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         Capsule,
         find_capsule,
         read_batch,
-        step_name,
         steps_in,
         write_batch,
     )
+    from skyrl_train.trainers.capsules.writer import CapsuleWriter
 
 __all__ = [
     "BATCH_FILE",
@@ -36,13 +36,13 @@ __all__ = [
     "STATES",
     "Bounds",
     "Capsule",
+    "CapsuleWriter",
     "Comparison",
     "compare_batches",
     "compare_metrics",
     "compare_tensors",
     "find_capsule",
     "read_batch",
-    "step_name",
     "steps_in",
     "table",
     "write_batch",

@@ -34,7 +34,6 @@ from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import write_json
 from skyrl_train.telemetry import HeldFolder, RunFolder
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers.checkpoints.resume import Start
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from skyrl_train.trainers.observers import Observers
 from skyrl_train.trainers.step_timer import StepTimer
@@ -125,7 +124,8 @@ class Saves:
         *,
         folder: RunFolder,
         store: CheckpointStore,
-        start: Start,
+        last_checkpoint: Path | None,
+        last_step: int,
         policy: Learner,
         trainer: LoopConfig,
         console: RunConsole,
@@ -133,15 +133,15 @@ class Saves:
         observers: Observers,
         flush_record: Callable[[], None],
     ) -> None:
-        """`policy`: whose weights are exported where the run cannot go on. `flush_record` brings the record to the disk,
-        which a checkpoint follows."""
+        """`last_checkpoint`: the one that the run goes on from, of `last_step`. `policy`: whose weights are exported where
+        the run cannot go on. `flush_record` brings the record to the disk, which a checkpoint follows."""
         self._folder, self._store, self._policy, self._flush_record = folder, store, policy, flush_record
         self._console, self._timer, self._observers = console, timer, observers
         self._max_failures, self._copies = trainer.max_failed_saves, trainer.background_checkpoints
         self._writer, self._held = CheckpointWriter(), HeldFolder(folder)
         self._problems: list[str] = []
         self._num_failures = 0
-        self.last_checkpoint, self.last_step = start.checkpoint, start.global_step
+        self.last_checkpoint, self.last_step = last_checkpoint, last_step
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -3,9 +3,9 @@ continue there.
 
 A resumed run repeats the steps after the checkpoint and writes the same lines again, so what was written of them is cut.
 That only holds while nothing changed that training depends on. Settings are therefore compared one by one
-(`changes.py`), by the class that each states in the schema. Those that change rounding alone are reported; those that make
-another run of it are refused, all at once, with the old and the new value. Data may move, since the prompts themselves are
-compared.
+(`checkpoints/changes.py`), by the class that each states in the schema. Those that change rounding alone are reported; those
+that make another run of it are refused, all at once, with the old and the new value. Data may move, since the prompts
+themselves are compared.
 
 A fork is a new run, in a folder of its own, that begins at a checkpoint of another with settings changed. Weights, optimizer
 state, the critic, the place in the data and the count of steps are kept. What follows from a setting that changed is

@@ -1,4 +1,4 @@
-"""Keeps step capsules while a run trains (`trainers/capsules/record.py` says what is in one).
+"""Keeps step capsules while a run trains (`record.py` says what is in one).
 
 A state is written once, after its step: it is what one capsule ends with and the next begins with. So k capsules take k + 1
 states, and a step's time grows by that of one checkpoint. Everything is written as checkpoints are, whole or not at all.
@@ -30,10 +30,9 @@ from skyrl_train.trainers.capsules.record import (
     BadInput,
     Capsule,
     Refusal,
-    step_name,
     write_batch,
 )
-from skyrl_train.trainers.checkpoints.folder import sha256_of, write_checkpoint
+from skyrl_train.trainers.checkpoints.folder import checkpoint_name, sha256_of, write_checkpoint
 from skyrl_train.trainers.checkpoints.state import LoopState, library_versions
 from skyrl_train.trainers.observers import StepInputs
 from skyrl_train.types import RolloutBatch
@@ -71,13 +70,13 @@ class CapsuleWriter:
         """Keep the capsule of a step that is finished, after which the loop is in `state`, and whose rollouts are on disk.
         Raises SaveError."""
         self.write_state(step, state)
-        rollouts = next(iter(sorted(self._folder.rollouts.glob(f"train_{step_name(step)}.*"))), None)
+        rollouts = next(iter(sorted(self._folder.rollouts.glob(f"train_{checkpoint_name(step)}.*"))), None)
 
         def write(folder: Path) -> None:
             self._write_own(folder, step, batch, metrics=metrics, rollouts=rollouts)
 
         write_checkpoint(self._folder.capsules, step, write, self.keep)
-        shutil.rmtree(self._folder.capsules / FAILED / step_name(step), ignore_errors=True)
+        shutil.rmtree(self._folder.capsules / FAILED / checkpoint_name(step), ignore_errors=True)
 
     @contextmanager
     def failures_kept(self, step: int, state: LoopState, known: StepInputs) -> Iterator[None]:
