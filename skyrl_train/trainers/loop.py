@@ -37,7 +37,6 @@ from skyrl_train.trainers.observers import Observers
 from skyrl_train.trainers.resume import Start
 from skyrl_train.trainers.step_timer import StepTimer
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
-from skyrl_train.types import RolloutBatch
 
 DECLARED_METRICS = """
 timing/step | s | The whole step, from the end of the one before. | | TRL `step_time`; verl `timing_s/step`; SkyRL
@@ -102,9 +101,9 @@ class TrainingLoop:
         `start` (see `resume.prepare_run_folder`). `draw(metrics file, image file, title=...)` draws the learning curve, and
         `draw_timeline` what ran when, likewise; `activity` is what rollouts are at."""
         self.settings, self.start, self.folder, self.console = settings, start, folder, console
-        self.observers, self._alerts = observers, alerts
+        self.observers, self.trackers, self._alerts = observers, trackers, alerts
         self.timer = StepTimer()
-        self._models, self._data, self._checkpoints, self._trackers = models, data, checkpoints, trackers
+        self._models, self._data, self._checkpoints = models, data, checkpoints
         self._pictures = (
             (draw, folder.metrics_file, folder.learning_curve_file),
             (draw_timeline, folder.timeline_file, folder.timeline_image),
@@ -186,7 +185,7 @@ class TrainingLoop:
         ):
             timings = self._finish_timing(step)
             with self.saves.attempt():
-                self._trackers.log({**metrics, **timings}, step=step)
+                self.trackers.log({**metrics, **timings}, step=step)
         self._finished = step, state
         if self._stop.is_set and step < self.settings.total_steps:
             self.saves.save(step, partial(self.hold_state, step, state), [self._checkpoints])
@@ -195,10 +194,6 @@ class TrainingLoop:
     def steps(self) -> range:
         """The numbers of the steps that remain, from 1."""
         return range(self.start.global_step + 1, self.settings.total_steps + 1)
-
-    def show_samples(self, step: int, rollouts: RolloutBatch) -> None:
-        """Hand rollouts of an evaluation to trackers that have tables."""
-        self._trackers.log_samples(step, rollouts)
 
     def is_last(self, step: int) -> bool:
         return step == self.settings.total_steps
@@ -220,7 +215,7 @@ class TrainingLoop:
             # An engine that says for how long it was kept from answering knows better than its caller.
             record = {**timings, **metrics, **speed(timings), **restarts}
             with self.saves.attempt():
-                self._trackers.log(record, step=step)
+                self.trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
                 self._draw(*self._pictures[0])
         if self._alerts is not None:
@@ -239,7 +234,7 @@ class TrainingLoop:
         stopping, ends = self._stop.is_set, ends or self.is_last(step)
         goes_on = not (ends or stopping)
         is_due_now = is_due(step, self.settings.trainer.ckpt_interval)
-        saves.find_out(step, hold, waits=is_due_now or best is not None or not goes_on or saves.has_failed)
+        saves.collect(step, hold, waits=is_due_now or best is not None or not goes_on or saves.has_failed)
         if is_lost := saves.is_last_lost:
             self.console.warn(f"{saves.last_checkpoint}, the last checkpoint, was deleted: another is written now")
         is_saved = is_due_now or not goes_on or saves.has_failed or is_lost

@@ -184,7 +184,7 @@ class Saves:
                     self._note(written)
         self._settle(step, hold, can_retry=can_retry)
 
-    def find_out(self, step: int, hold: Hold, *, waits: bool) -> None:
+    def collect(self, step: int, hold: Hold, *, waits: bool) -> None:
         """Takes note of the save that was under way, if it is done or has to be. One that failed counts as the step of its
         own that it is. `step`: the one that the models are of by now. Raises SaveError where that ends the run."""
         if waits and self._writer.is_busy:
