@@ -104,6 +104,22 @@ def test_a_rank_reads_its_own_rows_of_what_one_rank_wrote(tmp_path: Path) -> Non
         assert torch.equal(target.to_local(), whole[3:])
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_reads_its_own_rows_of_a_state_in_either_form(tmp_path: Path, sharded: bool) -> None:
+    whole, moments = torch.arange(15.0).reshape(5, 3), torch.arange(15.0).reshape(5, 3) / 7
+    optimizer = {"step.odd": torch.tensor(1.0), "exp_avg.odd": moments, "exp_avg_sq.odd": moments}
+    facts: dict[str, Any] = {"role": "policy", "optimizer_name": "adamw", "steps": 1, "documents": 0}
+    StateFiles.of(model={"odd": whole}, optimizer=optimizer, sharded=sharded, **facts).write(tmp_path)
+    with as_rank(1, 2) as mesh:
+        mine = DTensor.from_local(
+            torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        stored = state.read(tmp_path, role="policy", model={"odd": mine}, with_optimizer=True, optimizer_name="adamw")
+        assert torch.equal(stored.model["odd"].to_local(), whole[3:])  # type: ignore[attr-defined]
+        assert torch.equal(stored.optimizer["exp_avg.odd"].to_local(), moments[3:])  # type: ignore[attr-defined]
+        assert stored.optimizer["step.odd"] == 1.0
+
+
 class Bomb:
     """Writes a file when it is unpickled by anything that runs what it is told."""
 
