@@ -310,27 +310,22 @@ def _comparable(rollouts: RolloutBatch) -> list[list[float]]:
 
 def _component_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
     """`reward/NAME/mean` and so on of each reward of a function, over the trajectories that have it, before its weight."""
-    metrics: dict[str, float] = {}
-    for name, values in _by_name(trajectory.rewards for trajectory in kept).items():
-        metrics |= spread(f"reward/{name}", values, "mean", "std", "max", "min")
-    return metrics
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in kept:
+        for name, value in trajectory.rewards.items():
+            values[name].append(value)
+    spreads = [spread(f"reward/{name}", values[name], "mean", "std", "max", "min") for name in sorted(values)]
+    return {name: value for each in spreads for name, value in each.items()}
 
 
 def _environment_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
     """`env/NAME` (`tools/NAME`, of calls): mean over the trajectories that report it."""
-    return {
-        name if name.startswith("tools/") else f"env/{name}": math.fsum(values) / len(values)
-        for name, values in _by_name(trajectory.metrics for trajectory in kept).items()
-    }
-
-
-def _by_name(reports: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """All values of each name, the names sorted."""
     values: dict[str, list[float]] = defaultdict(list)
-    for report in reports:
-        for name, value in report.items():
+    for trajectory in kept:
+        for name, value in trajectory.metrics.items():
             values[name].append(value)
-    return dict(sorted(values.items()))
+    means = {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
+    return {name if name.startswith("tools/") else f"env/{name}": mean for name, mean in means.items()}
 
 
 def _failure_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
