@@ -17,7 +17,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from skyrl_train.telemetry import RunFolder, read_metrics
-from skyrl_train.trainers.capsules import STATES, step_name, steps_in
+from skyrl_train.trainers.capsules import STATES, steps_in
+from skyrl_train.trainers.checkpoints import checkpoint_name
 
 
 def compressed(content: np.ndarray) -> int:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         begin = time.perf_counter()
         for before, after in pairwise(steps):
             old, new = (
-                load_file(states / step_name(step) / "policy" / f"{name}.safetensors") for step in (before, after)
+                load_file(states / checkpoint_name(step) / "policy" / f"{name}.safetensors") for step in (before, after)
             )
             for key, tensor in new.items():
                 bits = np.atleast_1d(tensor).view(f"u{tensor.itemsize}")

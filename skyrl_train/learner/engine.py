@@ -37,7 +37,7 @@ from skyrl_train.learner.optimizer import (
 )
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.profiling import Profiler
-from skyrl_train.learner.state_files import HostCopy
+from skyrl_train.learner.state_files import HostCopy, StateFiles
 from skyrl_train.model import narrow_last_layer
 from skyrl_train.model.layers import use_fast_products
 from skyrl_train.model.lora import by_layer, has_adapter, merged_weights
@@ -248,14 +248,14 @@ class ModelEngine:
             parameter.grad = None
 
     def hold_state(self, *, copies: bool) -> HeldState:
-        """What this rank writes of the files of `learner/state.py`; exact. Raises CheckpointError where a gradient is
+        """What this rank writes of the files of `learner/state_files.py`; exact. Raises CheckpointError where a gradient is
         pending."""
         if self._has_gradient:
             raise CheckpointError(f"save between optimizer steps; the {self.name} model has a pending gradient")
         self.offloader.require(optimizer=True)
         if self.strategy.rank and not self.strategy.sharded:
             return HeldState(is_copied=True, write=lambda folder: {})  # noqa: ARG005 - rank 0 has all of it
-        files = state.state_files(
+        files = StateFiles.of(
             role=self.name,
             model=_saved_tensors(self.model, self.parameters),
             optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
@@ -297,8 +297,9 @@ class ModelEngine:
         with torch.no_grad():
             for name, tensor in _saved_tensors(self.model, self.parameters).items():
                 tensor.copy_(stored.model[name])
-        self.num_optimizer_steps, self.num_documents = stored.num_optimizer_steps, stored.num_documents
-        self.oom_retry.restore(stored.budgets)
+        facts = stored.facts
+        self.num_optimizer_steps, self.num_documents = facts.num_optimizer_steps, facts.num_documents
+        self.oom_retry.restore(facts.budgets)
         self.zero_grad()
 
     def whole_state_dict(self) -> dict[str, Tensor]:

@@ -1,12 +1,4 @@
-"""A learner's state as files.
-
-state.json               format, role, the optimizer's name, its steps and documents so far (the schedule follows from them),
-                         types, and where micro-batches size themselves their budgets: found and lowered
-model.safetensors        parameters under their Hugging Face names, tied ones once
-optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
-
-A model that is sharded over ranks writes `shard-RANK.safetensors` in place of the two safetensors files
-(`learner/shards.py`). Either form loads into either kind of learner, on any number of ranks.
+"""A learner's state is read from its files (`state_files.py` says which), however many ranks wrote them and read them.
 
 Sums prove that a checkpoint is what was written, not who wrote it. What is read here is therefore taken for data, never for
 code, and each fact is checked before it is used: types, ranges, shapes, that numbers are finite, that nothing is missing.
@@ -16,101 +8,73 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from skyrl_train.distributed import reshard
 from skyrl_train.errors import CheckpointError, ModelError
-from skyrl_train.learner.shards import StoredShards, TensorFact, is_sharded, local_part, shard_of
-from skyrl_train.learner.state_files import StateFiles, TensorFile
-from skyrl_train.system.files import read_json, shown, whole_number
+from skyrl_train.learner.state_files import FILES, FORMAT, PARTS, STATE_FILE, local_part
+from skyrl_train.system.files import parse_strict_json, read_json, shown, whole_number
 
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
-FORMAT = 1
-_MODEL_PREFIX = "model/"
-_OPTIMIZER_PREFIX = "optimizer/"
+TensorFact = tuple[torch.dtype, tuple[int, ...]]
+"""The type of a tensor's elements and its whole shape, over all ranks."""
+_SHARDS = "shard-*.safetensors"
+_TORCH_METADATA = ".metadata"
+_MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredState:
-    """The state that `read` found, on the CPU."""
+class StateFacts:
+    """What `state.json` says of a model and its optimizer."""
 
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
-    """Empty where it is the state of an optimizer of another name: a fork changed it, and the new one begins without."""
+    optimizer: str
+    """The optimizer's name; empty for a model without one."""
     num_optimizer_steps: int
     num_documents: int
+    num_optimizer_tensors: int
     budgets: tuple[int, ...]
     """As `OomRetry.budgets`; empty where none were stored."""
 
 
-def state_files(
-    *,
-    role: str,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor] | None,
-    optimizer_name: str = "",
-    steps: int,
-    documents: int,
-    budgets: tuple[int, ...] = (),
-    sharded: bool = False,
-    rank: int = 0,
-) -> StateFiles:
-    """What is to be written of a model as it is now. Asked of all ranks where it is `sharded`, else of one."""
-    content = {
-        "format": FORMAT,
-        "role": role,
-        "optimizer": optimizer_name,
-        "num_optimizer_steps": steps,
-        "num_documents": documents,
-        "num_optimizer_tensors": len(optimizer or {}),
-        "memory_budgets": budgets,
-        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()}),
-    }
-    if sharded:
-        name, held, metadata = shard_of(rank, _sharded_names(model, optimizer))
-        tensors = {name: TensorFile(tensors=held, metadata=metadata)}
-    else:
-        tensors = {MODEL_FILE: TensorFile(tensors={name: tensor.detach() for name, tensor in model.items()})}
-        if optimizer is not None:
-            tensors[OPTIMIZER_FILE] = TensorFile(tensors=optimizer)
-    return StateFiles(role=role, tensors=tensors, facts={STATE_FILE: content} if rank == 0 else {})
+@dataclass(frozen=True, kw_only=True)
+class StoredState:
+    """The state that `read` found."""
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    """On the CPU; empty where it is the state of an optimizer of another name: a fork changed it, and the new one begins
+    without."""
+    facts: StateFacts
 
 
 def read(
     folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer: bool, optimizer_name: str = ""
 ) -> StoredState:
-    """Reads the `state_files` that were written of a model with these tensors, laid out as they are.
+    """Reads the `StateFiles` that were written of a model with these tensors, laid out as they are; the optimizer's state in
+    the host: beside the model and its gradients there may be no room for it.
 
     Raises CheckpointError for missing or unreadable files, another role, or names, shapes or types that differ.
     """
     facts = _read_facts(folder, role=role)
     with_optimizer = with_optimizer and facts.optimizer == optimizer_name
     with _reading(folder, f"the {role} model"):
-        if is_sharded(folder):
-            tensors, moments = _read_sharded(folder, model, with_optimizer)
-        else:
-            tensors = load_file(folder / MODEL_FILE)
-            moments = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
-    _require_same(folder, {name: _fact(tensor) for name, tensor in tensors.items()}, model)
+        stored = StoredTensors(folder, *(FILES if with_optimizer else ["model"]))
+        _require_same(folder, stored.facts_of("model"), model)
+        tensors = {name: stored.take(f"model/{name}", like, like.device) for name, like in model.items()}
+        moments = {}
+        for key, (_, shape) in stored.facts_of("optimizer").items() if with_optimizer else ():
+            owner = model.get(key.partition(".")[2])
+            like = owner if owner is not None and owner.shape == shape else None
+            moments[key] = stored.take(f"optimizer/{key}", like)
     _require_finite(folder, tensors)
     if with_optimizer:
         _check_moments(folder, moments, facts)
-    return StoredState(
-        model={name: _laid_out_like(tensor, model[name]) for name, tensor in tensors.items()},
-        optimizer={key: _moment_like(value, key, model) for key, value in moments.items()},
-        num_optimizer_steps=facts.num_optimizer_steps,
-        num_documents=facts.num_documents,
-        budgets=facts.budgets,
-    )
+    return StoredState(model=tensors, optimizer=moments, facts=facts)
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
@@ -123,29 +87,111 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 def read_tensors(folder: Path, what: Literal["model", "optimizer"]) -> dict[str, Tensor]:
     """The parameters, or the optimizer's state, whole, in this process, whatever they are. An optimizer's is empty where the
     model has none. Raises CheckpointError."""
-    prefix, file = {"model": (_MODEL_PREFIX, MODEL_FILE), "optimizer": (_OPTIMIZER_PREFIX, OPTIMIZER_FILE)}[what]
     with _reading(folder, f"the {what}"):
-        if is_sharded(folder):
-            stored = StoredShards(folder)
-            names = [name for name in stored.facts if name.startswith(prefix)]
-            whole = {name: torch.empty(stored.facts[name][1], dtype=stored.facts[name][0]) for name in names}
-            for name, tensor in whole.items():
-                stored.fill(name, tensor)
-            return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
-        if what == "optimizer" and not (folder / file).is_file():
-            return {}
-        return load_file(folder / file)
+        has_none = what == "optimizer" and not (folder / FILES[what]).is_file()
+        stored = StoredTensors(folder, *([] if has_none else [what]))
+        return {name: stored.take(f"{what}/{name}") for name in stored.facts_of(what)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Facts:
-    """What `state.json` says."""
+class _Part:
+    """A box of a tensor that some file holds."""
 
-    optimizer: str
-    num_optimizer_steps: int
-    num_documents: int
-    num_optimizer_tensors: int
-    budgets: tuple[int, ...]
+    offset: tuple[int, ...]
+    held: Tensor
+    """Of a file that is mapped: nothing of it is read before it is used."""
+
+
+class StoredTensors:
+    """The tensors `model/NAME` and `optimizer/NAME` in a folder, to which ranks wrote their shards or one wrote all."""
+
+    def __init__(self, folder: Path, *kinds: str) -> None:
+        """Reads headers alone; of whole files those of the `kinds`. Raises OSError, and ValueError for damaged ones, or
+        shards of a kind that is not read any more."""
+        if (folder / _TORCH_METADATA).is_file():
+            raise ValueError(
+                f"its shards are torch.distributed.checkpoint's ({_TORCH_METADATA}), which is read no more; go on with the "
+                "version of skyrl_train that wrote them, or begin with model.path=EXPORT of that run"
+            )
+        self._parts: dict[str, list[_Part]] = {}
+        self.facts: dict[str, TensorFact] = {}
+        """By name."""
+        shards = sorted(folder.glob(_SHARDS))
+        for path in shards:
+            self._add_file(path)
+        for kind in () if shards else kinds:
+            self._add_file(folder / FILES[kind], whole_kind=kind)
+
+    def facts_of(self, kind: str) -> dict[str, TensorFact]:
+        """Return the facts of the model's tensors, or of the optimizer's, by their names there."""
+        prefix = f"{kind}/"
+        return {name.removeprefix(prefix): fact for name, fact in self.facts.items() if name.startswith(prefix)}
+
+    def take(self, name: str, like: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """Return a tensor: this rank's part of it where `like`, of the same whole shape, is sharded, else whole. What has to
+        be put together is so on the `device`. Raises ValueError where the files lack some of it."""
+        from torch.distributed.tensor import DTensor
+
+        dtype, shape = self.facts[name]
+        if isinstance(like, DTensor):
+            target = torch.empty_like(like, dtype=dtype, device=device)
+        elif len(self._parts[name]) == 1 and self._parts[name][0].held.shape == shape:
+            return self._parts[name][0].held
+        else:
+            target = torch.empty(shape, dtype=dtype, device=device)
+        self.fill(name, target)
+        return target
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Copies a tensor into `target`, of the same whole shape: whole, or this rank's part of it where that is sharded.
+
+        Raises ValueError where the files lack some of it.
+        """
+        local, offset = local_part(target)
+        is_filled = torch.zeros(local.shape, dtype=torch.bool)
+        for part in self._parts[name]:
+            start = [max(mine, theirs) for mine, theirs in zip(offset, part.offset)]
+            stop = [min(m + n, t + k) for m, n, t, k in zip(offset, local.shape, part.offset, part.held.shape)]
+            if all(low < high for low, high in zip(start, stop)):
+                here = tuple(slice(low - o, high - o) for low, high, o in zip(start, stop, offset))
+                there = tuple(slice(low - o, high - o) for low, high, o in zip(start, stop, part.offset))
+                local[here].copy_(part.held[there])
+                is_filled[here] = True
+        if not is_filled.all():
+            raise ValueError(f"{name}: no file has all of it; shards are missing")
+
+    def _add_file(self, path: Path, *, whole_kind: str = "") -> None:
+        """`whole_kind`: what the file has whole, under its names there."""
+        try:
+            file: Any = safe_open(path, framework="pt")
+            parts = {} if whole_kind else parse_strict_json((file.metadata() or {}).get(PARTS, "{}"))
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                held = file.get_tensor(name)
+                if whole_kind:
+                    whole, offset = tuple(held.shape), (0,) * held.ndim
+                    self._add(f"{whole_kind}/{name}", whole, _Part(offset=offset, held=held))
+                else:
+                    whole, offset = _sizes(parts[name]["shape"]), _sizes(parts[name]["offset"])
+                    self._add(name, whole, _Part(offset=offset, held=held))
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
+
+    def _add(self, name: str, whole: tuple[int, ...], part: _Part) -> None:
+        shape, dtype = tuple(part.held.shape), part.held.dtype
+        fits = len(whole) == len(part.offset) == len(shape) <= _MAX_DIMENSIONS and all(
+            low + size <= end for low, size, end in zip(part.offset, shape, whole)
+        )
+        if not fits:
+            raise ValueError(f"{name}: a part of shape {shape} at {part.offset} is not within {whole}")
+        if self.facts.setdefault(name, (dtype, whole)) != (dtype, whole):
+            raise ValueError(f"{name} is {dtype} {whole} in one file, {self.facts[name]} in another")
+        self._parts.setdefault(name, []).append(part)
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"a shape or an offset is {shown(value)}")
+    return tuple(value)
 
 
 @contextmanager
@@ -158,7 +204,7 @@ def _reading(folder: Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {what} cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def _read_facts(folder: Path, *, role: str) -> _Facts:
+def _read_facts(folder: Path, *, role: str) -> StateFacts:
     """Raises CheckpointError naming the file and the entry."""
     with _reading(folder, f"the {role} model's {STATE_FILE}"):
         content = read_json(folder / STATE_FILE)
@@ -176,7 +222,7 @@ def _read_facts(folder: Path, *, role: str) -> _Facts:
         if not isinstance(budgets, list) or len(budgets) not in (0, 4):
             raise ValueError(f"memory_budgets must be no or four numbers; got {shown(budgets)}")
         numbered = {f"memory_budgets[{index}]": tokens for index, tokens in enumerate(budgets)}
-        return _Facts(
+        return StateFacts(
             optimizer=optimizer,
             num_optimizer_steps=whole_number(content, "num_optimizer_steps"),
             num_documents=whole_number(content, "num_documents"),
@@ -197,7 +243,7 @@ def _require_finite(folder: Path, tensors: Mapping[str, Tensor], what: str = "")
             )
 
 
-def _check_moments(folder: Path, moments: Mapping[str, Tensor], facts: _Facts) -> None:
+def _check_moments(folder: Path, moments: Mapping[str, Tensor], facts: StateFacts) -> None:
     """Raises CheckpointError where some are missing, not finite, or of a number of steps that was never made."""
     if facts.num_optimizer_tensors != len(moments):
         raise CheckpointError(
@@ -215,71 +261,13 @@ def _check_moments(folder: Path, moments: Mapping[str, Tensor], facts: _Facts) -
                 )
 
 
-@torch.no_grad()
-def take_weights(
-    model: nn.Module, parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], *, role: str
-) -> int:
-    """Copies whole weights into the model's `parameters` of these names, or into this rank's shards of them; returns how
-    many. Raises ModelError for an unknown name or another shape."""
-    reshard(model)
-    count = 0
-    for name, tensor in weights:
-        if name not in parameters or parameters[name].shape != tensor.shape:
-            raise ModelError(f"the {role} model cannot take {name} of shape {list(tensor.shape)}")
-        parameters[name].copy_(_laid_out_like(tensor, parameters[name]))
-        count += 1
-    return count
-
-
-def _sharded_names(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    return {
-        **{f"{_MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model.items()},
-        **{f"{_OPTIMIZER_PREFIX}{key}": tensor for key, tensor in (optimizer or {}).items()},
-    }
-
-
-def _read_sharded(
-    folder: Path, model: Mapping[str, Tensor], with_optimizer: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors laid out as the model's; moments as the parameters that they belong to, in the host: beside the model and its
-    gradients there may be no room for them."""
-    shards = StoredShards(folder)
-    stored = {
-        name.removeprefix(_MODEL_PREFIX): fact for name, fact in shards.facts.items() if name.startswith(_MODEL_PREFIX)
-    }
-    _require_same(folder, stored, model)
-    tensors = {name: torch.empty_like(tensor) for name, tensor in model.items()}
-    moments = {}
-    for name, (dtype, shape) in shards.facts.items():
-        if with_optimizer and name.startswith(_OPTIMIZER_PREFIX):
-            key = name.removeprefix(_OPTIMIZER_PREFIX)
-            owner = model.get(key.partition(".")[2])
-            if owner is not None and tuple(owner.shape) == shape:
-                moments[key] = torch.empty_like(owner, dtype=dtype, device="cpu")
-            else:
-                moments[key] = torch.empty(shape, dtype=dtype)
-    for prefix, into in ((_MODEL_PREFIX, tensors), (_OPTIMIZER_PREFIX, moments)):
-        for name, tensor in into.items():
-            shards.fill(f"{prefix}{name}", tensor)
-    return tensors, moments
-
-
-def _moment_like(value: Tensor, key: str, model: Mapping[str, Tensor]) -> Tensor:
-    owner = model.get(key.partition(".")[2])
-    return value if owner is None or owner.shape != value.shape else _laid_out_like(value, owner).to("cpu")
-
-
-def _fact(tensor: Tensor) -> TensorFact:
-    return tensor.dtype, tuple(tensor.shape)
-
-
 def _require_same(folder: Path, found: Mapping[str, TensorFact], expected: Mapping[str, Tensor]) -> None:
     def describe(fact: TensorFact | None) -> str:
         return "absent" if fact is None else f"{str(fact[0]).removeprefix('torch.')} {list(fact[1])}"
 
     for name in sorted(found.keys() | expected.keys()):
         there = describe(found.get(name))
-        here = describe(_fact(expected[name]) if name in expected else None)
+        here = describe((expected[name].dtype, tuple(expected[name].shape)) if name in expected else None)
         if there != here:
             raise CheckpointError(
                 f"{folder}: {name} is {there} in the checkpoint but {here} in the model. "
@@ -287,11 +275,23 @@ def _require_same(folder: Path, found: Mapping[str, TensorFact], expected: Mappi
             )
 
 
-def _laid_out_like(whole: Tensor, target: Tensor) -> Tensor:
-    """`whole`, which every rank has, as `target` is laid out: this rank's part of it where `target` is sharded."""
+@torch.no_grad()
+def take_weights(
+    model: nn.Module, parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], *, role: str
+) -> int:
+    """Copies whole weights into the model's `parameters` of these names, or into this rank's shards of them; returns how
+    many. Raises ModelError for an unknown name or another shape."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(target, DTensor):
-        return whole
-    options: dict[str, Any] = {"src_data_rank": None}
-    return distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, **options)
+    reshard(model)
+    count = 0
+    for name, tensor in weights:
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            raise ModelError(f"the {role} model cannot take {name} of shape {list(tensor.shape)}")
+        target = parameters[name]
+        if isinstance(target, DTensor):  # every rank has the whole, and takes its own part
+            options: dict[str, Any] = {"src_data_rank": None}
+            tensor = distribute_tensor(tensor.to(target.device), target.device_mesh, target.placements, **options)
+        target.copy_(tensor)
+        count += 1
+    return count

@@ -1,4 +1,16 @@
-"""The files of a learner's state before they are written: which tensors go where, as they are or copied to the host.
+"""A learner's state as files, which `state.py` reads again: which tensors go where, as they are or copied to the host.
+
+state.json               format, role, the optimizer's name, its steps and documents so far (the schedule follows from them),
+                         types, and where micro-batches size themselves their budgets: found and lowered
+model.safetensors        parameters under their Hugging Face names, tied ones once
+optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
+
+A model that is sharded over ranks writes in place of the two safetensors files
+shard-00003.safetensors  of rank 3: its part of each tensor, named `model/NAME` or `optimizer/NAME`. The file's header, which
+                         is JSON, states in `parts` where each part lies in the whole:
+                         {"model/lm_head.weight": {"shape": [512, 64], "offset": [384, 0]}}
+
+No rank waits for another: there is no index to be gathered, and one that cannot write leaves the others be.
 
 Tensors are written in the format of safetensors block by block, and hashed on the way: of a file that the library writes,
 the sum can only be had by reading it again. What is written is what the library would write, byte for byte.
@@ -20,6 +32,11 @@ from torch import Tensor
 from skyrl_train.errors import SaveError
 from skyrl_train.system.files import FileSums, write_hashed
 
+FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
+"""What a state has, and the file that has it whole. In shards its names begin with that and a slash."""
+STATE_FILE = "state.json"
+PARTS = "parts"
+FORMAT = 1
 _TYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -94,6 +111,40 @@ class StateFiles:
     """JSON, by the name of the file."""
     ready: torch.cuda.Event | None = None
     """Behind which the tensors are what they should be, where a device is still copying them."""
+
+    @staticmethod
+    def of(
+        *,
+        role: str,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor] | None,
+        optimizer_name: str = "",
+        steps: int,
+        documents: int,
+        budgets: tuple[int, ...] = (),
+        sharded: bool = False,
+        rank: int = 0,
+    ) -> StateFiles:
+        """What is to be written of a model as it is now. Asked of all ranks where it is `sharded`, else of one."""
+        content = {
+            "format": FORMAT,
+            "role": role,
+            "optimizer": optimizer_name,
+            "num_optimizer_steps": steps,
+            "num_documents": documents,
+            "num_optimizer_tensors": len(optimizer or {}),
+            "memory_budgets": budgets,
+            "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()}),
+        }
+        kinds = {"model": {name: tensor.detach() for name, tensor in model.items()}}
+        if optimizer is not None:
+            kinds["optimizer"] = dict(optimizer)
+        if sharded:
+            names = {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
+            files = {f"shard-{rank:05d}.safetensors": shard_of(rank, names)}
+        else:
+            files = {FILES[kind]: TensorFile(tensors=tensors) for kind, tensors in kinds.items()}
+        return StateFiles(role=role, tensors=files, facts={STATE_FILE: content} if rank == 0 else {})
 
     def write(self, folder: Path) -> FileSums:
         """Write them into `folder`, which is made, and return their sums. Raises SaveError."""
@@ -194,3 +245,33 @@ def _fits(kept: Tensor, tensor: Tensor) -> bool:
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> TensorFile:
+    """The file of what this rank holds of the tensors. Asked of each rank, in any order."""
+    from torch.distributed.tensor import DTensor
+
+    held, parts = {}, {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):  # of ranks that hold the same, one writes it
+            coordinates: Any = tensor.device_mesh.get_coordinate()
+            is_mine = all(not place.is_replicate() or at == 0 for place, at in zip(tensor.placements, coordinates))
+        else:
+            is_mine = rank == 0
+        local, offset = local_part(tensor)
+        if is_mine and (local.numel() or not tensor.numel()):
+            held[name] = local
+            parts[name] = {"shape": list(tensor.shape), "offset": list(offset)}
+    return TensorFile(tensors=held, metadata={PARTS: json.dumps(parts)})
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of the tensor, and where that begins in the whole."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offset)

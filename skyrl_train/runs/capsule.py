@@ -46,14 +46,12 @@ from skyrl_train.trainers.capsules import (
     Comparison,
     compare_batches,
     compare_metrics,
-    compare_moments,
-    compare_weights,
+    compare_tensors,
     find_capsule,
     read_batch,
-    step_name,
     write_batch,
 )
-from skyrl_train.trainers.checkpoints import TrainerState, library_versions, verify
+from skyrl_train.trainers.checkpoints import TrainerState, checkpoint_name, library_versions, verify
 
 MODELS = ("policy", "critic", "reference")
 """Folders that a state may have."""
@@ -124,7 +122,7 @@ def open_capsule(run: Path, step: int) -> Opened:
     before, after = folder, None
     if capsule.refusal is None:
         states = RunFolder(run).capsules / STATES
-        before, after = states / step_name(step - 1), states / step_name(step)
+        before, after = states / checkpoint_name(step - 1), states / checkpoint_name(step)
         verify(before)
         verify(after)
     node, is_supervised = as_now(read_yaml(folder / CONFIG_FILE)).tree, capsule.denominators is not None
@@ -197,9 +195,9 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
         if not (output / name).is_dir():
             continue
         found, expected, before = (read_tensors(each / name, "model") for each in (output, opened.after, opened.before))
-        lines.append(compare_weights(name, found, expected, before, bounds))
+        lines.append(compare_tensors(f"{name} weights", found, expected, bounds.change, before=before))
         moments, expected = (read_tensors(each / name, "optimizer") for each in (output, opened.after))
-        lines.append(compare_moments(name, moments, expected, bounds))
+        lines.append(compare_tensors(f"{name} optimizer", moments, expected, bounds.moment))
     return lines
 
 

@@ -21,7 +21,7 @@ from skyrl_train.runs.task import Parts, prepare_process
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers.checkpoints import CheckpointStore, TrainerState
-from skyrl_train.trainers.evaluation import evaluation_line, figures_table, write_evaluation
+from skyrl_train.trainers.evaluation import evaluation_table, write_evaluation
 from skyrl_train.weights import stored_weights
 
 
@@ -56,8 +56,8 @@ def evaluate_once(
         if rollout_log is not None:
             rollout_log.flush()
         write_evaluation(folder.evaluation_file, result)
-    console.note(evaluation_line(result))
-    console.show(figures_table(result))
+    console.note(result.line())
+    console.show(evaluation_table(result))
     console.note(f"written: {folder.evaluation_file}, {folder.rollouts}")
 
 

@@ -42,7 +42,7 @@ from skyrl_train.runs.look_report import Seen, look_lines, look_warnings
 from skyrl_train.runs.task import Attempt
 from skyrl_train.system import derive_seed
 from skyrl_train.telemetry import StepMetrics
-from skyrl_train.trainers import Generated, Learners, PPOSettings, PromptBatches, steps
+from skyrl_train.trainers import Learners, PPOSettings, PromptBatches, steps
 from skyrl_train.trainers.evaluation import groups_of
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, RolloutBatch, StopReason, Tokenizer, Turn
 
@@ -271,7 +271,7 @@ def _response(turn: Turn) -> tuple[int, ...]:
     return tuple(turn.response_token_ids.tolist())
 
 
-def _update(generated: Generated, settings: PPOSettings, learners: Learners) -> float:
+def _update(generated: steps.Generated, settings: PPOSettings, learners: Learners) -> float:
     """Score and update once, and drop the gradient; return the seconds."""
     trainer, began = settings.trainer, time.monotonic()
     critic = None if learners.critic is None else cast("Learner", _Undone(learners.critic))

@@ -119,7 +119,9 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
             generator=rollouts.generator,
             learners=learners,
             transport=rollouts.transport,
-            evaluator=build_evaluator(config, data.validation, rollouts.generator, rollout_log, loop.show_samples),
+            evaluator=build_evaluator(
+                config, data.validation, rollouts.generator, rollout_log, loop.trackers.log_samples
+            ),
             rollout_log=rollout_log,
             stream=build_stream(
                 config,

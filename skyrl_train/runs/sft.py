@@ -23,8 +23,8 @@ from skyrl_train.runs.task import Attempt, Task, open_checkpoints
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.trackers import draw_loss_curve
-from skyrl_train.trainers import SFTResult, SFTTrainer, sampling_params
-from skyrl_train.trainers.checkpoints import CheckpointStore, Start
+from skyrl_train.trainers import SFTResult, SFTTrainer, Start, sampling_params
+from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.evaluation import SampleWriter, SFTEvaluator, cut_samples_after
 
 _ROWS_BETWEEN_NOTES = 512 * 40

@@ -37,15 +37,12 @@ from skyrl_train.telemetry.trackers import (
     TrackioTracker,
     WandbTracker,
 )
-from skyrl_train.trainers import LoopSettings, Observers, TrainingLoop
+from skyrl_train.trainers import LoopSettings, Observers, Start, TrainingLoop, find_start, prepare_run_folder
+from skyrl_train.trainers.capsules import CapsuleWriter
 from skyrl_train.trainers.checkpoints import (
-    CapsuleWriter,
     CheckpointStore,
     DataFingerprint,
     ResumeSettings,
-    Start,
-    find_start,
-    prepare_run_folder,
     settings_of,
 )
 

@@ -5,17 +5,16 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.trainers import sft, steps
-    from skyrl_train.trainers.checkpoints.resume import checkpointed_models
     from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
     from skyrl_train.trainers.observers import Observers, RunEvent, StepFacts
     from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult
+    from skyrl_train.trainers.resume import Start, checkpointed_models, find_start, prepare_run_folder
     from skyrl_train.trainers.rollout_sink import RolloutLog
     from skyrl_train.trainers.sft import SFTResult, SFTTrainer, named_metrics
     from skyrl_train.trainers.step_metrics import batch_metrics, document_metrics, equal_groups, rollout_metrics
-    from skyrl_train.trainers.steps import Generated, Learners, PPOSettings, PromptBatches, sampling_params
+    from skyrl_train.trainers.steps import Learners, PPOSettings, PromptBatches, sampling_params
 
 __all__ = [
-    "Generated",
     "Learners",
     "LoopSettings",
     "Observers",
@@ -26,6 +25,7 @@ __all__ = [
     "RunEvent",
     "SFTResult",
     "SFTTrainer",
+    "Start",
     "StepFacts",
     "TrainingLoop",
     "TrainingResult",
@@ -33,7 +33,9 @@ __all__ = [
     "checkpointed_models",
     "document_metrics",
     "equal_groups",
+    "find_start",
     "named_metrics",
+    "prepare_run_folder",
     "rollout_metrics",
     "sampling_params",
     "sft",

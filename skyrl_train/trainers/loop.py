@@ -14,8 +14,8 @@ the same record again. Signals ask for a stop at the next safe point (`stop.py`)
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,15 +29,14 @@ from skyrl_train.telemetry import Activity, Alerts, RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.records import Timeline
 from skyrl_train.telemetry.trackers import Trackers
-from skyrl_train.trainers.checkpoints.resume import Start
-from skyrl_train.trainers.checkpoints.saving import Saves
+from skyrl_train.trainers.checkpoints.folder import checkpoint_name
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, LoopState, TrainerState
-from skyrl_train.trainers.checkpoints.store import CheckpointStore, checkpoint_name
-from skyrl_train.trainers.checkpoints.writer import CheckpointWriter, Written
+from skyrl_train.trainers.checkpoints.store import CheckpointStore
+from skyrl_train.trainers.checkpoints.writer import Saves
 from skyrl_train.trainers.observers import Observers
+from skyrl_train.trainers.resume import Start
 from skyrl_train.trainers.step_timer import StepTimer
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
-from skyrl_train.types import RolloutBatch
 
 DECLARED_METRICS = """
 timing/step | s | The whole step, from the end of the one before. | | TRL `step_time`; verl `timing_s/step`; SkyRL
@@ -73,7 +72,7 @@ class LoopSettings:
     total_steps: int
     trainer: LoopConfig
     config: Mapping[str, Any]
-    """Every setting by its dotted name (`state.flat_config`), which checkpoints record."""
+    """Every setting by its dotted name (`checkpoints.flat_config`), which checkpoints record."""
     num_restarts: int = 0
     """How often this process has gone on from a checkpoint after a worker was lost; recorded from the first on."""
 
@@ -102,21 +101,28 @@ class TrainingLoop:
         `start` (see `resume.prepare_run_folder`). `draw(metrics file, image file, title=...)` draws the learning curve, and
         `draw_timeline` what ran when, likewise; `activity` is what rollouts are at."""
         self.settings, self.start, self.folder, self.console = settings, start, folder, console
-        self.observers, self._alerts = observers, alerts
+        self.observers, self.trackers, self._alerts = observers, trackers, alerts
         self.timer = StepTimer()
-        self._models, self._data, self._checkpoints, self._trackers = models, data, checkpoints, trackers
+        self._models, self._data, self._checkpoints = models, data, checkpoints
         self._pictures = (
             (draw, folder.metrics_file, folder.learning_curve_file),
             (draw_timeline, folder.timeline_file, folder.timeline_image),
         )
         self._timeline, self._activity = Timeline(folder.timeline_file), activity
         self._stop = StopFlag()
-        self._writer, self._copies = CheckpointWriter(), settings.trainer.background_checkpoints
-        self._last_checkpoint, self._last_step = start.checkpoint, start.global_step
         self._finished: tuple[int, LoopState] | None = None
         """The last step that is finished and the state after it, which the models have until the next update."""
         self.saves = Saves(
-            folder, console, max_failures=settings.trainer.max_failed_saves, policy=cast("Learner", models["policy"])
+            folder=folder,
+            store=checkpoints,
+            last_checkpoint=start.checkpoint,
+            last_step=start.global_step,
+            policy=cast("Learner", models["policy"]),
+            trainer=settings.trainer,
+            console=console,
+            timer=self.timer,
+            observers=observers,
+            flush_record=trackers.flush,
         )
 
     @contextmanager
@@ -127,22 +133,23 @@ class TrainingLoop:
         with _start_up_uncollected(), stop_on_signals(grace_s=self.settings.trainer.stop_grace_s) as stop, watched:
             self._stop = stop
             try:
-                with self._saves_ended():
+                with closing(self.saves):
                     yield
             except GivenUp:
                 assert self._finished is not None, "a step is given up behind the one before"
                 step, state = self._finished
-                if self._last_checkpoint is None or self._last_checkpoint.name != checkpoint_name(step):
-                    self._save(step, state, [self._checkpoints])
+                last = self.saves.last_checkpoint
+                if last is None or last.name != checkpoint_name(step):
+                    self.saves.save(step, partial(self.hold_state, step, state), [self._checkpoints])
                 stop.raise_if_set(step)
             except NonFiniteError as error:
-                checkpoint = self._last_checkpoint
+                checkpoint = self.saves.last_checkpoint
                 kept = f"The last checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
                 raise NonFiniteError(f"{error} {kept}; it was not touched by this step.") from error
             except ActorLostError as error:
                 if stop.signal_name is not None:  # who asked for an end gets no restart
                     self.console.warn(f"{type(error).__name__}: {error}")
-                    raise StopRequested(stop.signal_name, self._last_step) from error
+                    raise StopRequested(stop.signal_name, self.saves.last_step) from error
                 raise
 
     @contextmanager
@@ -178,19 +185,15 @@ class TrainingLoop:
         ):
             timings = self._finish_timing(step)
             with self.saves.attempt():
-                self._trackers.log({**metrics, **timings}, step=step)
+                self.trackers.log({**metrics, **timings}, step=step)
         self._finished = step, state
         if self._stop.is_set and step < self.settings.total_steps:
-            self._save(step, state, [self._checkpoints])
+            self.saves.save(step, partial(self.hold_state, step, state), [self._checkpoints])
             self._stop.raise_if_set(step)
 
     def steps(self) -> range:
         """The numbers of the steps that remain, from 1."""
         return range(self.start.global_step + 1, self.settings.total_steps + 1)
-
-    def show_samples(self, step: int, rollouts: RolloutBatch) -> None:
-        """Hand rollouts of an evaluation to trackers that have tables."""
-        self._trackers.log_samples(step, rollouts)
 
     def is_last(self, step: int) -> bool:
         return step == self.settings.total_steps
@@ -212,7 +215,7 @@ class TrainingLoop:
             # An engine that says for how long it was kept from answering knows better than its caller.
             record = {**timings, **metrics, **speed(timings), **restarts}
             with self.saves.attempt():
-                self._trackers.log(record, step=step)
+                self.trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
                 self._draw(*self._pictures[0])
         if self._alerts is not None:
@@ -222,22 +225,21 @@ class TrainingLoop:
     def conclude(self, step: int, state: LoopState, *, ends: bool = False, best: CheckpointStore | None = None) -> None:
         """Saves a checkpoint where one is due, or where the last one failed. Raises StopRequested, with the checkpoint
         written, where a signal came and there is more to train, and SaveError where the run cannot go on writing
-        (`saving.py`).
+        (`checkpoints/writer.py`).
 
         `ends`: the trainer ends the run after this step, whatever the number of steps is. `best`: where the step is to be
         kept, too.
         """
+        saves, hold = self.saves, partial(self.hold_state, step, state)
         stopping, ends = self._stop.is_set, ends or self.is_last(step)
         goes_on = not (ends or stopping)
-        is_due_now = best is not None or is_due(step, self.settings.trainer.ckpt_interval)
-        self._learn_what_was_written(step, state, waits=is_due_now or not goes_on or self.saves.has_failed)
-        # Behind a save that is under way the last checkpoint may be one that it has removed as too old.
-        is_lost = self._writer.is_idle and self._last_checkpoint is not None and not self._last_checkpoint.is_dir()
-        if is_lost:
-            self.console.warn(f"{self._last_checkpoint}, the last checkpoint, was deleted: another is written now")
-        is_saved = not goes_on or self.saves.has_failed or is_due(step, self.settings.trainer.ckpt_interval) or is_lost
+        is_due_now = is_due(step, self.settings.trainer.ckpt_interval)
+        saves.collect(step, hold, waits=is_due_now or best is not None or not goes_on or saves.has_failed)
+        if is_lost := saves.is_last_lost:
+            self.console.warn(f"{saves.last_checkpoint}, the last checkpoint, was deleted: another is written now")
+        is_saved = is_due_now or not goes_on or saves.has_failed or is_lost
         stores = ([] if best is None else [best]) + ([self._checkpoints] if is_saved else [])
-        self._save(step, state, stores, can_retry=goes_on)
+        saves.save(step, hold, stores, can_retry=goes_on)
         self._finished = step, state
         if stopping and not ends:
             self._stop.raise_if_set(step)
@@ -260,7 +262,7 @@ class TrainingLoop:
 
     def draw(self) -> None:
         """Draws the learning curve, and what ran when."""
-        self._finish_timing(self._last_step)
+        self._finish_timing(self.saves.last_step)
         for picture in self._pictures:
             self._draw(*picture)
 
@@ -292,75 +294,6 @@ class TrainingLoop:
         if metrics:
             self.observers.tell("evaluation", step, metrics=metrics)
         return metrics
-
-    def _save(self, step: int, state: LoopState, stores: Sequence[CheckpointStore], *, can_retry: bool = False) -> None:
-        """The checkpoint in each of `stores`, after the records that belong to it; without any, what became of the records
-        alone. Raises SaveError where that ends the run.
-
-        The run waits for one that nothing follows, and for one in the place of one that failed.
-        """
-        if stores:
-            with self.saves.attempt():
-                self._trackers.flush()
-                self._begin_save(step, state, stores, copies=can_retry and not self.saves.has_failed)
-        self.saves.settle(step, partial(self._rescue, step, state), can_retry=can_retry)
-
-    def _begin_save(self, step: int, state: LoopState, stores: Sequence[CheckpointStore], *, copies: bool) -> None:
-        with self.phase("checkpoint"):
-            held = self.hold_state(step, state, copies=copies and self._copies)
-            if copies and self._copies and not held.is_copied:
-                self._copies = False
-                self.console.warn(
-                    "the memory of a host has no room for a copy of the models: the run waits while its checkpoints are "
-                    "written, as with trainer.background_checkpoints=false"
-                )
-            written = self._writer.begin(step, held, stores)
-        if written is not None:
-            self._note_written(written)
-
-    def _rescue(self, step: int, state: LoopState, folder: RunFolder) -> Path:
-        store = CheckpointStore(folder.checkpoints, keep=1)
-        return store.write(step, self.hold_state(step, state, copies=False).write)
-
-    def _learn_what_was_written(self, step: int, state: LoopState, *, waits: bool) -> None:
-        """Takes note of the save that was under way, if it is done or has to be. One that failed counts as the step of its
-        own that it is. Raises SaveError where that ends the run."""
-        written = self._collect(waits=waits)
-        if written is None:
-            return
-        self.timer.add("background/checkpoint", written.seconds)
-        with self.saves.attempt():
-            self._note_written(written)
-        if written.errors:
-            self.saves.settle(written.step, partial(self._rescue, step, state), can_retry=True, weights_of=step)
-
-    def _collect(self, *, waits: bool) -> Written | None:
-        if not (waits and self._writer.is_busy):
-            return self._writer.collect(waits=False)
-        with self.phase("checkpoint"), self.timer.wait("checkpoint"):
-            return self._writer.collect(waits=True)
-
-    def _note_written(self, written: Written) -> None:
-        """Tells of checkpoints that are there. Raises what kept the first other one from being."""
-        for store, path in written.paths.items():
-            if store is self._checkpoints:
-                self._last_checkpoint, self._last_step = path, written.step
-            self.observers.tell("checkpoint", written.step, path=path)
-        for error in written.errors:
-            raise error
-
-    @contextmanager
-    def _saves_ended(self) -> Iterator[None]:
-        """Behind the block, no save is under way, however that ended."""
-        try:
-            yield
-        finally:
-            if (written := self._writer.collect(waits=True)) is not None:
-                try:
-                    self._note_written(written)
-                except Exception as error:  # there is an error already, or the signal's end of the run
-                    self.console.warn(f"the checkpoint of step {written.step} could not be written: {error}")
-            self._writer.close()
 
 
 def is_due(step: int, interval: int) -> bool:

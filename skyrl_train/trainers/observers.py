@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.parts import CALLBACKS, METRICS
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.telemetry import StepMetrics, to_values
@@ -33,6 +34,15 @@ class StepFacts:
     """The training rows, with every column that was scored and estimated."""
     rollouts: RolloutBatch | None = None
     """All that was generated, rewarded as the environments did; None in supervised training, which generates nothing."""
+
+
+@dataclass(kw_only=True)
+class StepInputs:
+    """What is known so far of the step that is running."""
+
+    rollouts: RolloutBatch | None = None
+    batch: TrainingInputBatch | MiniBatch | None = None
+    """In supervised training what the optimizer step is taken on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ a batch whose oldest token is of version `step - 1 - max_staleness` at least, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms import KLControllerState, next_state
@@ -37,13 +37,18 @@ from skyrl_train.rollout import Settled
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import to_values
 from skyrl_train.trainers import steps
-from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter, StepInputs
-from skyrl_train.trainers.checkpoints.saving import export_whole
+from skyrl_train.trainers.capsules.writer import CapsuleWriter
 from skyrl_train.trainers.checkpoints.state import LoopState
-from skyrl_train.trainers.evaluation.evaluate import EvaluationResult, Evaluator
-from skyrl_train.trainers.evaluation.report import evaluation_line, evaluation_table, read_evaluations, write_evaluation
+from skyrl_train.trainers.checkpoints.writer import export_whole
+from skyrl_train.trainers.evaluation.evaluate import (
+    EvaluationResult,
+    Evaluator,
+    evaluation_table,
+    read_evaluations,
+    write_evaluation,
+)
 from skyrl_train.trainers.loop import TrainingLoop, is_due
-from skyrl_train.trainers.observers import StepFacts
+from skyrl_train.trainers.observers import StepFacts, StepInputs
 from skyrl_train.trainers.rollout_sink import RolloutLog
 from skyrl_train.trainers.step_metrics import (
     StepWarnings,
@@ -86,7 +91,7 @@ class PPOTrainer:
         evaluator: Evaluator | None,
         rollout_log: RolloutLog | None,
         stream: RolloutStream | None = None,
-        capsules: CapsuleWriter | None = None,
+        capsules: CapsuleWriter,
     ) -> None:
         """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
         in place of `prompts`; a `stream`, which reads both itself, makes rollouts while the learner updates; `capsules`
@@ -108,34 +113,30 @@ class PPOTrainer:
         with loop.running():
             self._begin()
             for step in loop.steps():
-                with self._failures_kept(step) as seen, self._refusals_kept(step) as known:
+                with self._failures_kept(step) as known:
                     with loop.phase("generate", can_give_up=True):
                         generated = self._generate(step)
-                    seen.append(generated.rollouts)
                     known.rollouts = generated.rollouts
                     with loop.phase("assemble"):
-                        batch = steps.assemble(
+                        batch = known.batch = steps.assemble(
                             generated.rollouts, settings.assembly, step=step, weight_version=step - 1
                         )
-                    known.batch = batch
                     with loop.phase("score"):
-                        batch = steps.score(
+                        batch = known.batch = steps.score(
                             batch,
                             learners,
                             settings.trainer,
                             rollouts=generated.rollouts,
                             with_entropies=settings.scores_entropies,
                         )
-                    known.batch = batch
                     with loop.phase("estimate"):
-                        batch = steps.estimate(
+                        batch = known.batch = steps.estimate(
                             batch, settings.trainer.algorithm, kl_coef=self.state.kl_controller.coef, seed=settings.seed
                         )
-                    known.batch = batch
                     with loop.phase("log"):
                         if self.rollout_log is not None:
                             self.rollout_log.write(generated.rollouts, batch, step=step)
-                        known.batch = batch = batch.without_columns("entropies")  # nothing else reads them
+                        batch = known.batch = batch.without_columns("entropies")  # nothing else reads them
                     with loop.phase("update"):
                         update = steps.update(
                             batch,
@@ -162,9 +163,9 @@ class PPOTrainer:
             first = self.state.data_position * self.settings.trainer.train_batch_size
             self.stream.learn(self.state.solve_rates)
             self.stream.begin(version=version, settled=self.state.settled or Settled(frontier=first))
-        if self.capsules is not None and self.capsules.keep:
+        if self.capsules.keep:
             with self.loop.phase("capsule"):
-                self.capsules.begin(version, self.state)
+                self.capsules.write_state(version, self.state)
         self.loop.begin(self.state, self._evaluate)
 
     def _sync(self, version: int) -> None:
@@ -215,7 +216,7 @@ class PPOTrainer:
         self.loop.record(
             step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)
         )
-        if self.capsules is not None and self.capsules.keep:
+        if self.capsules.keep:
             with self.loop.phase("capsule"), self.loop.saves.attempt():
                 self.capsules.write(step, self.state, batch, metrics)
         self.loop.conclude(step, self.state)
@@ -259,8 +260,7 @@ class PPOTrainer:
             with loop.console.phase("export"):
                 export_whole(self.learners.policy, loop.folder.export)
         loop.draw()
-        evaluations = read_evaluations(loop.folder.evaluation_file)
-        if evaluations:
+        if evaluations := read_evaluations(loop.folder.evaluation_file):
             loop.console.show(evaluation_table(evaluations[0], evaluations[-1]))
         loop.complete(global_step)
         return TrainingResult(global_step=global_step, evaluations=tuple(evaluations))
@@ -274,16 +274,16 @@ class PPOTrainer:
             with self.loop.saves.attempt():
                 write_evaluation(self.loop.folder.evaluation_file, result)
         self._flush_rollouts()
-        self.loop.console.note(evaluation_line(result))
+        self.loop.console.note(result.line())
         return result.metrics()
 
-    def _failures_kept(self, step: int) -> AbstractContextManager[list[RolloutBatch]]:
-        """Wraps a step, whose rollouts stay where it fails, unless none are kept at all."""
-        return nullcontext([]) if self.rollout_log is None else self.rollout_log.failures_kept(step)
-
-    def _refusals_kept(self, step: int) -> AbstractContextManager[StepInputs]:
-        """Wraps a step, of which a capsule stays where its numbers are refused."""
-        return nullcontext(StepInputs()) if self.capsules is None else self.capsules.failures_kept(step, self.state)
+    @contextmanager
+    def _failures_kept(self, step: int) -> Iterator[StepInputs]:
+        """Wraps a step. Where it fails its rollouts stay, unless none are kept, and a capsule where numbers were refused."""
+        known = StepInputs()
+        kept = nullcontext() if self.rollout_log is None else self.rollout_log.failures_kept(step, known)
+        with kept, self.capsules.failures_kept(step, self.state, known):
+            yield known
 
     def _flush_rollouts(self) -> None:
         if self.rollout_log is not None:

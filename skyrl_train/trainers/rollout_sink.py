@@ -15,7 +15,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRe
 from skyrl_train.system import WorkerThread
 from skyrl_train.telemetry.logs import redact_text
 from skyrl_train.telemetry.records import FloatColumns, TurnValues, pairs_of, write_failed_rollouts, write_rollouts
+from skyrl_train.trainers.observers import StepInputs
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class RolloutLog:
         self._folder, self._settings = folder, settings or RolloutsConfig()
         self._flush_timeout_s, self._close_timeout_s = flush_timeout_s, close_timeout_s
         self._thread = WorkerThread("rollout-log")
-        self._pending: list[Future[None]] = []
+        self._pending: list[Future[Any]] = []
 
     def write(self, rollouts: RolloutBatch, batch: TrainingInputBatch, *, step: int) -> None:
         """Training rollouts with what `batch` holds of their tokens."""
@@ -64,7 +67,8 @@ class RolloutLog:
 
     def write_evaluation(self, step: int, rollouts: RolloutBatch) -> None:
         """Rollouts of an evaluation after `step` steps."""
-        self._pending.append(self._thread.submit(self._write_evaluation, rollouts, step))
+        write = partial(write_rollouts, self._folder, rollouts, purpose="eval", global_step=step)
+        self._pending.append(self._thread.submit(write))
 
     def flush(self) -> None:
         """Waits until everything is on disk. Raises SaveError where writing failed, DeadlineError where it does
@@ -84,17 +88,16 @@ class RolloutLog:
                 ) from error
 
     @contextmanager
-    def failures_kept(self, step: int) -> Iterator[list[RolloutBatch]]:
-        """Wraps a step, which appends its rollouts to what it is given. Where it raises, they are written with the error,
-        or those that were complete when generating ended by it."""
-        seen: list[RolloutBatch] = []
+    def failures_kept(self, step: int, known: StepInputs | None = None) -> Iterator[None]:
+        """Wraps a step. Where it raises, the rollouts that are `known` are written with the error, or those that were
+        complete when generating ended by it."""
         try:
-            yield seen
+            yield
         except StopRequested:
             raise
         except Exception as error:
             ended = error.trajectories if isinstance(error, SkyrlTrainError) else ()
-            rollouts = ended or [pair for batch in seen for pair in pairs_of(batch)]
+            rollouts = ended or ([] if known is None or known.rollouts is None else list(pairs_of(known.rollouts)))
             if rollouts:
                 self._write_failed(step, rollouts, redact_text(f"{type(error).__name__}: {error}"))
             raise
@@ -140,9 +143,6 @@ class RolloutLog:
             if match and match["kind"] in ("train", "eval") and int(match["step"]) <= step:
                 with suppress(OSError):
                     path.unlink()
-
-    def _write_evaluation(self, rollouts: RolloutBatch, step: int) -> None:
-        write_rollouts(self._folder, rollouts, purpose="eval", global_step=step)
 
 
 def cut_rollouts_after(folder: Path, step: int) -> None:

@@ -18,20 +18,20 @@ from skyrl_train.data import BatchLoader, SFTBatch
 from skyrl_train.errors import NonFiniteError, counted
 from skyrl_train.interfaces import Learner
 from skyrl_train.telemetry import StepMetrics, merge_metrics, read_metrics, to_values
-from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter
-from skyrl_train.trainers.checkpoints.saving import export_whole
+from skyrl_train.trainers.capsules.writer import CapsuleWriter
 from skyrl_train.trainers.checkpoints.state import LoopState, Totals
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
+from skyrl_train.trainers.checkpoints.writer import export_whole
 from skyrl_train.trainers.evaluation.sft_evaluate import (
     LOSS,
     LossHistory,
+    SampleWriter,
     SFTEvaluator,
     evaluation_line,
     evaluation_table,
 )
-from skyrl_train.trainers.evaluation.sft_samples import SampleWriter
 from skyrl_train.trainers.loop import TrainingLoop
-from skyrl_train.trainers.observers import StepFacts
+from skyrl_train.trainers.observers import StepFacts, StepInputs
 
 DECLARED_METRICS = """
 train/loss | nats | Mean cross-entropy of a trained token. | supervised training | TRL `loss`
@@ -88,8 +88,8 @@ class SFTTrainer:
                     batch = self.loader.get(step)
                     if not loop.is_last(step):
                         self.loader.prefetch(step + 1)
-                with self.capsules.failures_kept(step, self.state) as known, loop.phase("update"):
-                    known.batch = batch.mini_batch
+                known = StepInputs(batch=batch.mini_batch)
+                with self.capsules.failures_kept(step, self.state, known), loop.phase("update"):
                     metrics = update(self.policy, batch)
                 self._finish_step(step, batch, metrics)
             return self._finish(step)
@@ -101,17 +101,25 @@ class SFTTrainer:
         self.history = LossHistory.of(read_metrics(self.loop.folder.metrics_file))
         if self.capsules.keep:
             with self.loop.phase("capsule"):
-                self.capsules.begin(self.loop.start.global_step, self.state)
+                self.capsules.write_state(self.loop.start.global_step, self.state)
         self.loop.begin(self.state, self._evaluate)
 
     def _finish_step(self, step: int, batch: SFTBatch, metrics: dict[str, float]) -> None:
         """Makes the step count: evaluation, record, best, checkpoint, stop."""
-        totals = self.state.totals.plus(_consumed(batch))
+        count, tokens = batch.num_examples, batch.num_tokens
+        totals = self.state.totals.plus(Totals(prompts=count, trajectories=count, tokens=tokens, optimizer_steps=1))
         self.state = replace(self.state, data_position=batch.position, totals=totals)
         evaluation = self.loop.evaluate_where_due(step, self._evaluate)
         if evaluation:
             self.history = self.history.plus(step, evaluation[LOSS])
-        measured = {**metrics, **batch_metrics(batch), **evaluation, **_total_metrics(totals)}
+        measured = {
+            **metrics,
+            **batch_metrics(batch),
+            **evaluation,
+            "total/examples": float(totals.prompts),
+            "total/tokens": float(totals.tokens),
+            "total/optimizer_steps": float(totals.optimizer_steps),
+        }
         measured = self.loop.observers.measure(StepFacts(step=step, batch=batch.mini_batch.batch), measured)
         self.loop.record(step, measured, speed=partial(_speed, batch), is_evaluated=bool(evaluation))
         if self.capsules.keep:
@@ -195,20 +203,6 @@ def batch_metrics(batch: SFTBatch) -> dict[str, float]:
         "batch/tokens": float(batch.num_tokens),
         "batch/trained_tokens": float(mini_batch.denominators.num_tokens),
         "batch/rows": float(mini_batch.batch.num_rows),
-    }
-
-
-def _consumed(batch: SFTBatch) -> Totals:
-    return Totals(
-        prompts=batch.num_examples, trajectories=batch.num_examples, tokens=batch.num_tokens, optimizer_steps=1
-    )
-
-
-def _total_metrics(totals: Totals) -> dict[str, float]:
-    return {
-        "total/examples": float(totals.prompts),
-        "total/tokens": float(totals.tokens),
-        "total/optimizer_steps": float(totals.optimizer_steps),
     }
 
 

@@ -52,7 +52,7 @@ policy/entropy_coef | | Weight of the entropy bonus that the controller chose. |
 """
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
+"""Called with the number of optimizer steps that are done, and that of all."""
 PromptBatches = Callable[[int], Sequence[Prompt]]
 """The training prompts after so many batches: a function of that position alone (`data/prompts.py: PromptSource.batch`)."""
 
@@ -65,7 +65,7 @@ class PPOSettings:
     assembly: AssemblySettings
     n_samples_per_prompt: int
     sampling: SamplingParams
-    """Of training rollouts."""
+    """How training rollouts are sampled."""
     seed: int
     scores_entropies: bool = False
     """Whether entropies of the trained tokens are wanted, which no loss reads."""
@@ -93,7 +93,7 @@ class Learners:
 
     policy: Learner
     reference: Scorer | None
-    """Only scored; see `config.algorithm.needs_reference`."""
+    """A model that only scores; see `config.algorithm.needs_reference`."""
     critic: Learner | None
     """Only where the advantage estimator needs values."""
 
@@ -105,7 +105,7 @@ class Update:
     metrics: StepMetrics
     """Merged over all optimizer steps."""
     num_optimizer_steps: int
-    """Of the policy."""
+    """Those of the policy, without the critic's."""
     entropy: EntropyControllerState
     """After the last of them."""
 
@@ -249,7 +249,7 @@ def update(
     naming the training step and the optimizer step: the update ends there.
     """
     check_staleness(batch)
-    steering = Steering(learners.policy, trainer.algorithm, entropy)
+    preparer = MiniBatchPreparer(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []
     if learners.critic is not None:
@@ -258,16 +258,16 @@ def update(
     if learners.critic is None or batch.metadata.global_step > trainer.algorithm.critic_warmup_steps:
         boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
         policy_parts = update_learner(
-            learners.policy, batch, boundaries, trainer, name="policy", on_progress=on_progress, steering=steering
+            learners.policy, batch, boundaries, trainer, name="policy", on_progress=on_progress, preparer=preparer
         )
     return Update(
         metrics=merge_metrics([*parts, *policy_parts]),
         num_optimizer_steps=len(policy_parts),
-        entropy=steering.entropy,
+        entropy=preparer.entropy,
     )
 
 
-class Steering:
+class MiniBatchPreparer:
     """What the policy's optimizer steps need of each other: columns over each mini-batch, the weight of the entropy."""
 
     def __init__(self, policy: Learner, algorithm: AlgorithmConfig, entropy: EntropyControllerState | None) -> None:
@@ -304,11 +304,11 @@ def update_learner(
     *,
     name: str,
     on_progress: Progress,
-    steering: Steering | None = None,
+    preparer: MiniBatchPreparer | None = None,
 ) -> list[StepMetrics]:
     """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step.
 
-    `steering` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
+    `preparer` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
     """
     algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
     total = epochs * len(boundaries)
@@ -323,10 +323,10 @@ def update_learner(
         )
         for number, mini_batch in enumerate(closed, start=1):
             try:
-                ready, found = (mini_batch, {}) if steering is None else steering.prepare(mini_batch)
+                ready, found = (mini_batch, {}) if preparer is None else preparer.prepare(mini_batch)
                 parts.append(merge_metrics([found, learner.forward_backward(ready), learner.optim_step()]))
-                if steering is not None:
-                    steering.observe(parts[-1])
+                if preparer is not None:
+                    preparer.observe(parts[-1])
             except NonFiniteError as error:
                 refused = NonFiniteError(
                     f"training step {batch.metadata.global_step}, {name}: optimizer step {len(parts) + 1} of {total} "

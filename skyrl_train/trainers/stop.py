@@ -64,7 +64,7 @@ class StopFlag:
             raise StopRequested(self.signal_name, global_step)
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        """Handles a signal."""
+        """Take the signal `signum` into account, as the table above says."""
         del frame
         name = signal.Signals(signum).name
         self.num_answered += 1

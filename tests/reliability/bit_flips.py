@@ -97,12 +97,12 @@ def run(*, flips: int, resumed: int, seed: int, jobs: int) -> dict[str, int]:
         warm_run = warm("ppo", build_model(root / "model"), root)
         disk = disk_at_newest(warm_run.reference)
         disk.lay_out(root / "flipped")
-        logging.getLogger("skyrl_train.trainers.checkpoints.store").setLevel(logging.ERROR)
+        logging.getLogger("skyrl_train.trainers.checkpoints").setLevel(logging.ERROR)
         for _ in range(flips):
             end, problem = judge(root / "flipped", disk, *draw(disk, rng))
             ends[end] += 1
             problems += [problem] if problem else []
-        logging.getLogger("skyrl_train.trainers.checkpoints.store").setLevel(logging.NOTSET)
+        logging.getLogger("skyrl_train.trainers.checkpoints").setLevel(logging.NOTSET)
         ends_of_resumed = _resume(warm_run, disk, root, resumed, rng, jobs, problems)
     for problem in problems:
         print(f"FAILED {problem}")

@@ -32,13 +32,20 @@ from skyrl_train.system import derive_seed
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers import Learners, PPOTrainer, RolloutLog, TrainingResult, checkpointed_models, sampling_params
+from skyrl_train.trainers import (
+    Learners,
+    PPOTrainer,
+    RolloutLog,
+    Start,
+    TrainingResult,
+    checkpointed_models,
+    find_start,
+    prepare_run_folder,
+    sampling_params,
+)
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
-    Start,
-    find_start,
     flat_config,
-    prepare_run_folder,
     resume_settings,
 )
 from skyrl_train.trainers.evaluation import Evaluator

@@ -29,12 +29,10 @@ from skyrl_train.runs.construction import SFTData, build_loader, plan_sft
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers import SFTResult, SFTTrainer, sft
+from skyrl_train.trainers import SFTResult, SFTTrainer, find_start, prepare_run_folder, sft
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
-    find_start,
     flat_config,
-    prepare_run_folder,
     resume_settings,
 )
 from tests.support.fakes_trainer import quick_drawing

@@ -17,8 +17,14 @@ import pytest
 from skyrl_train.errors import NonFiniteError, SaveError, StopRequested
 from skyrl_train.system.files import FileSums
 from skyrl_train.telemetry import read_metrics
-from skyrl_train.trainers.checkpoints.manifest import MANIFEST, verify
-from skyrl_train.trainers.checkpoints.store import LATEST, latest_checkpoint, oldest_step, write_checkpoint
+from skyrl_train.trainers.checkpoints.folder import (
+    LATEST,
+    MANIFEST,
+    latest_checkpoint,
+    oldest_step,
+    verify,
+    write_checkpoint,
+)
 from tests.support.fakes_trainer import (
     FakeLearner,
     FakeRun,

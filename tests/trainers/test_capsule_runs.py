@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.trainers.capsules.record import read_batch, write_batch
-from skyrl_train.trainers.checkpoints.manifest import MANIFEST, seal
+from skyrl_train.trainers.checkpoints.folder import MANIFEST, seal
 from tests.support.capsule_parts import RARE
 from tests.support.command_runs import start_command, wait_for
 

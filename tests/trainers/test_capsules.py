@@ -14,7 +14,7 @@ from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.runs.capsule import open_capsule
 from skyrl_train.runs.capsule_bisect import bisect
 from skyrl_train.trainers.capsules.record import Capsule, read_batch, steps_in
-from skyrl_train.trainers.checkpoints.manifest import sha256_of, verify
+from skyrl_train.trainers.checkpoints.folder import sha256_of, verify
 from skyrl_train.trainers.checkpoints.state import TrainerState
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import FakeGenerator, FakeLearner, FakeRun, fake_run, make_config

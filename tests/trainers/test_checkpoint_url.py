@@ -21,7 +21,7 @@ from skyrl_train.config import TrainerConfig
 from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import CheckpointError, SaveError
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
-from skyrl_train.trainers.evaluation.report import read_evaluations
+from skyrl_train.trainers.evaluation.evaluate import read_evaluations
 from tests.reliability import recordings
 from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings
 from tests.support.stores import Bucket, Killed, empty_bucket

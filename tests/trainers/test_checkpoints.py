@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.trainers.checkpoints.manifest import MANIFEST, verify
-from skyrl_train.trainers.checkpoints.store import (
+from skyrl_train.trainers.checkpoints.folder import (
     LATEST,
+    MANIFEST,
     clean_leftovers,
     latest_checkpoint,
     oldest_step,
+    verify,
     write_checkpoint,
 )
 

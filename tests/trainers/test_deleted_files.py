@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import SaveError, SkyrlTrainError
-from skyrl_train.trainers.checkpoints.manifest import read_manifest
-from skyrl_train.trainers.checkpoints.store import write_checkpoint
+from skyrl_train.trainers.checkpoints.folder import read_manifest, write_checkpoint
 from tests.support.fakes_trainer import FakeRun, fake_run, make_config, records_without_timings
 
 STEPS = 6

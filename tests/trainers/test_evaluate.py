@@ -4,11 +4,14 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.errors import DataError
-from skyrl_train.trainers.evaluation.evaluate import Evaluator, is_solved, is_solved_first_turn, measure, pass_at_k
-from skyrl_train.trainers.evaluation.report import (
+from skyrl_train.trainers.evaluation.evaluate import (
+    Evaluator,
     cut_evaluations_after,
-    evaluation_line,
     evaluation_table,
+    is_solved,
+    is_solved_first_turn,
+    measure,
+    pass_at_k,
     read_evaluations,
     write_evaluation,
 )
@@ -166,6 +169,6 @@ def test_the_line_names_failures():
     result = evaluator(make_prompts(1)).evaluate(7)
     result = replace(result, overall=measure([[RIGHT, failed_trajectory()]]))
     assert (
-        evaluation_line(result)
+        result.line()
         == "evaluation at step 7: accuracy 1.000, first turn 1.000, reward 1.000, 1 of 2 trajectories failed"
     )

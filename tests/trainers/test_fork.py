@@ -13,8 +13,8 @@ from skyrl_train.config import Config
 from skyrl_train.errors import ConfigError
 from skyrl_train.telemetry import read_metrics
 from skyrl_train.trainers.checkpoints.changes import resume_settings
-from skyrl_train.trainers.checkpoints.resume import find_start
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, TrainerState
+from skyrl_train.trainers.resume import find_start
 from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, make_prompts, send_signal_at
 from tests.support.kills import Killed, killed_in
 from tests.support.sft_runs import sft_run

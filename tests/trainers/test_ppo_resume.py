@@ -14,7 +14,7 @@ from skyrl_train.system.files import json_line
 from skyrl_train.telemetry import read_metrics
 from skyrl_train.telemetry.records import encode_trajectory, pairs_of, read_rollouts
 from skyrl_train.trainers.checkpoints.state import TrainerState
-from skyrl_train.trainers.evaluation.report import read_evaluations
+from skyrl_train.trainers.evaluation.evaluate import read_evaluations
 from tests.support.fakes_trainer import (
     FakeLearner,
     fake_run,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner import PolicyLearner
-from skyrl_train.trainers.checkpoints.manifest import seal
+from skyrl_train.trainers.checkpoints.folder import seal
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, LoopState, TrainerState
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, same, save_tiny_model, snapshot

@@ -21,9 +21,9 @@ from skyrl_train.registry import absolute_target, code_digests
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.trainers.checkpoints import state
 from skyrl_train.trainers.checkpoints.changes import changes_since, flat_config, resume_settings
-from skyrl_train.trainers.checkpoints.resume import Start, find_start
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, Totals, TrainerState, library_versions
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
+from skyrl_train.trainers.resume import Start, find_start
 
 DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
 SHAPES_AND_TOKENS = {
@@ -299,7 +299,8 @@ def test_a_fork_goes_on_where_the_data_were(
     of_run.checkpoint = CheckpointStore(RunFolder(of_run.root).checkpoints, keep=2).write(3, state.write)
     config = replace(of_run.config, trainer=replace(of_run.config.trainer, train_batch_size=batch_size))
     start = of_run.forked(config, data=replace(DATA, num_prompts=prompts))
-    assert start.data_position == expected
+    assert start.state is not None
+    assert start.state.data_position == expected
 
 
 def test_other_prompts_are_refused_with_the_versions_that_may_have_made_them(

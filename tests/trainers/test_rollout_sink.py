@@ -13,6 +13,7 @@ from skyrl_train.rollout.stream import ReplayGenerator
 from skyrl_train.runs import assembly_settings
 from skyrl_train.telemetry.records import read_facts, read_failed_rollouts, read_rollouts
 from skyrl_train.trainers import rollout_sink, steps
+from skyrl_train.trainers.observers import StepInputs
 from skyrl_train.trainers.rollout_sink import RolloutLog, columns_by_turn, cut_rollouts_after
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
@@ -202,9 +203,8 @@ def test_a_writer_that_hangs_is_not_waited_for_at_the_end(tmp_path, monkeypatch)
     log.close()
 
 
-def fail(log, step, error, *seen):
-    with log.failures_kept(step) as rollouts:
-        rollouts.extend(seen)
+def fail(log, step, error, rollouts=None):
+    with log.failures_kept(step, StepInputs(rollouts=rollouts)):
         raise error
 
 

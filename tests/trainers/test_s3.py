@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import SaveError
-from skyrl_train.trainers.checkpoints.store import latest_checkpoint
+from skyrl_train.trainers.checkpoints.folder import latest_checkpoint
 from tests.support.fakes_trainer import FakeRun, fake_run, make_config, records_without_timings
 
 pytestmark = pytest.mark.nightly

@@ -17,8 +17,9 @@ import pytest
 from skyrl_train.errors import SaveError, SkyrlTrainError
 from skyrl_train.system.files import FileSums
 from skyrl_train.telemetry import MetricsLog, RunFolder, read_metrics
-from skyrl_train.trainers.checkpoints.saving import export_whole
-from skyrl_train.trainers.checkpoints.store import LATEST, CheckpointStore
+from skyrl_train.trainers.checkpoints.folder import LATEST
+from skyrl_train.trainers.checkpoints.store import CheckpointStore
+from skyrl_train.trainers.checkpoints.writer import export_whole
 from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings
 from tests.support.file_limits import file_size_limit
 

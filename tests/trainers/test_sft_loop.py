@@ -16,7 +16,7 @@ import pytest
 
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteError, StopRequested
 from skyrl_train.telemetry import Metric, Sum, read_metrics
-from skyrl_train.trainers.checkpoints.manifest import verify
+from skyrl_train.trainers.checkpoints.folder import verify
 from skyrl_train.trainers.evaluation.sft_evaluate import LossHistory, evaluation_line
 from skyrl_train.trainers.observers import RunEvent, StepFacts
 from tests.support.sft_runs import (

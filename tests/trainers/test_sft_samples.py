@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_train.errors import DeadlineError
 from skyrl_train.telemetry import read_metrics
-from skyrl_train.trainers.evaluation.sft_samples import SampleWriter, cut_samples_after
+from skyrl_train.trainers.evaluation.sft_evaluate import SampleWriter, cut_samples_after
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
 from tests.support.sft_runs import FakeSFTRun, RecordingLearner, make_config, make_examples
 

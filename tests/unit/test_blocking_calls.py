@@ -214,7 +214,7 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/telemetry/logs/console.py", "self._lock"): _BRIEF,
     ("skyrl_train/telemetry/logs/run_log.py", "self._lock"): _BRIEF,
     ("skyrl_train/system/threads.py", "self._calls.get"): _IDLE,
-    ("skyrl_train/trainers/checkpoints/manifest.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",
+    ("skyrl_train/trainers/checkpoints/folder.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",
     ("skyrl_train/weight_sync/device_sharing.py", "self._lock"): _BRIEF,
     ("skyrl_train/weight_sync/transports.py", "pending.wait"): _PENDING,
     ("skyrl_train/weight_sync/transports.py", "written.wait"): _PENDING,

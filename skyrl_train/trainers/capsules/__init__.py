@@ -12,8 +12,7 @@ if TYPE_CHECKING:
         Comparison,
         compare_batches,
         compare_metrics,
-        compare_moments,
-        compare_weights,
+        compare_tensors,
         table,
     )
     from skyrl_train.trainers.capsules.record import (
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
         Capsule,
         find_capsule,
         read_batch,
-        step_name,
         steps_in,
         write_batch,
     )
+    from skyrl_train.trainers.capsules.writer import CapsuleWriter
 
 __all__ = [
     "BATCH_FILE",
@@ -37,14 +36,13 @@ __all__ = [
     "STATES",
     "Bounds",
     "Capsule",
+    "CapsuleWriter",
     "Comparison",
     "compare_batches",
     "compare_metrics",
-    "compare_moments",
-    "compare_weights",
+    "compare_tensors",
     "find_capsule",
     "read_batch",
-    "step_name",
     "steps_in",
     "table",
     "write_batch",

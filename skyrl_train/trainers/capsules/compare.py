@@ -115,19 +115,12 @@ def _of_metrics(found: float, recorded: float | None, *, exact: bool) -> float:
     return difference if exact else difference / (_METRIC_FLOOR + abs(recorded))
 
 
-def compare_weights(name: str, found: Tensors, recorded: Tensors, before: Tensors, bounds: Bounds) -> Comparison:
-    """Compare a model's weights after the step: the length of the difference over that of the step's own change."""
-    return _by_length(f"{name} weights", found, recorded, before, bounds.change, exact=bounds.is_exact)
-
-
-def compare_moments(name: str, found: Tensors, recorded: Tensors, bounds: Bounds) -> Comparison:
-    """Compare the optimizer's state: the length of the difference over its own."""
-    return _by_length(f"{name} optimizer", found, recorded, {}, bounds.moment, exact=bounds.is_exact)
-
-
-def _by_length(
-    what: str, found: Tensors, recorded: Tensors, before: Tensors, bound: float, *, exact: bool
+def compare_tensors(
+    what: str, found: Tensors, recorded: Tensors, bound: float, *, before: Tensors | None = None
 ) -> Comparison:
+    """Compare a model's tensors: the length of the difference over that of `recorded`, or over that of what the step changed
+    where their values `before` it are given. A bound of 0 demands every bit, and names the largest difference."""
+    before = before or {}
     if {name: (t.shape, t.dtype) for name, t in found.items()} != {n: (t.shape, t.dtype) for n, t in recorded.items()}:
         return _missing(what, bound)
     largest, worst, difference, size = 0.0, "", 0.0, 0.0
@@ -142,7 +135,7 @@ def _by_length(
     return Comparison(
         what=what,
         count=sum(each.numel() for each in recorded.values()),
-        largest=largest if exact else relative,
+        largest=relative if bound else largest,
         bound=bound,
         where=f"{worst}, by {largest:.2g}" if worst else "",
     )

@@ -10,7 +10,7 @@ OUTPUT_DIR/capsules/
   states/step_000011/    models, optimizers and the loop's state after step 11, as a checkpoint holds them
   failed/step_000013/    the last step that was refused: the same, and the models as they were then, in one folder
 
-Here such folders are read. `trainers/checkpoints/capsule_writer.py` writes them, `runs/capsule.py` executes them.
+Here such folders are read. `writer.py` writes them, `runs/capsule.py` executes them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from skyrl_train.batch.steps import LossDenominators
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.images import as_record, from_record
 from skyrl_train.system.files import parse_strict_json, read_json, whole_number, write_json
+from skyrl_train.trainers.checkpoints.folder import checkpoint_name, step_of
 
 CAPSULE_FILE = "capsule.json"
 CONFIG_FILE = "config.yaml"
@@ -120,27 +121,16 @@ class Capsule:
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}): it was damaged") from error
 
 
-def step_name(step: int) -> str:
-    """Return the name of a step's folder, e.g. `step_000012`."""
-    return f"step_{step:06d}"
-
-
-def step_of(folder: Path) -> int:
-    """Return the step of such a folder; -1 for another name."""
-    digits = folder.name.removeprefix("step_")
-    return int(digits) if digits.isdigit() and folder.name != digits else -1
-
-
 def steps_in(root: Path) -> list[int]:
     """Return the steps with a folder under `root`, in order."""
-    return sorted(step for folder in root.glob("step_*") if (step := step_of(folder)) >= 0)
+    return sorted(step for folder in root.glob("step_*") if (step := step_of(folder.name)) >= 0)
 
 
 def find_capsule(capsules: Path, step: int) -> Path:
     """Return the folder of the capsule of `step`. Raises DataError, naming the steps that there are."""
     for root in (capsules / FAILED, capsules):
-        if (root / step_name(step) / CAPSULE_FILE).is_file():
-            return root / step_name(step)
+        if (root / checkpoint_name(step) / CAPSULE_FILE).is_file():
+            return root / checkpoint_name(step)
     kept, failed = steps_in(capsules), steps_in(capsules / FAILED)
     there = [f"of steps {', '.join(map(str, kept))}"] if kept else []
     there += [f"of the refused step {', '.join(map(str, failed))}"] if failed else []
@@ -152,7 +142,7 @@ def cut_capsules_after(capsules: Path, step: int) -> None:
     """Remove capsules, and states, of later steps, which a resumed run makes again. Those of refused steps stay."""
     for root in (capsules, capsules / STATES):
         for later in [each for each in steps_in(root) if each > step]:
-            shutil.rmtree(root / step_name(later))
+            shutil.rmtree(root / checkpoint_name(later))
 
 
 def write_batch(path: Path, batch: TrainingInputBatch) -> None:

@@ -1,10 +1,9 @@
-"""Checkpoints: written, verified, found, forked, resumed."""
+"""Checkpoints: written, verified, found, compared with a configuration."""
 
 from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.trainers.checkpoints.capsule_writer import CapsuleWriter
     from skyrl_train.trainers.checkpoints.changes import (
         ResumeSettings,
         changes_since,
@@ -12,26 +11,22 @@ if TYPE_CHECKING:
         resume_settings,
         settings_of,
     )
-    from skyrl_train.trainers.checkpoints.manifest import sha256_of, verify
-    from skyrl_train.trainers.checkpoints.resume import Start, find_start, prepare_run_folder
+    from skyrl_train.trainers.checkpoints.folder import checkpoint_name, oldest_step, sha256_of, verify
     from skyrl_train.trainers.checkpoints.state import DataFingerprint, TrainerState, library_versions
-    from skyrl_train.trainers.checkpoints.store import CheckpointStore, oldest_step
+    from skyrl_train.trainers.checkpoints.store import CheckpointStore
     from skyrl_train.trainers.checkpoints.writer import CheckpointWriter
 
 __all__ = [
-    "CapsuleWriter",
     "CheckpointStore",
     "CheckpointWriter",
     "DataFingerprint",
     "ResumeSettings",
-    "Start",
     "TrainerState",
     "changes_since",
-    "find_start",
+    "checkpoint_name",
     "flat_config",
     "library_versions",
     "oldest_step",
-    "prepare_run_folder",
     "resume_settings",
     "settings_of",
     "sha256_of",

@@ -153,11 +153,8 @@ class TrainerState(LoopState):
 
 def _decoded(content: Mapping[str, Any]) -> TrainerState:
     """Raises ValueError, KeyError, TypeError or CheckpointError naming the entry that is wrong."""
-    data, kl = _entries(content["data"], "data"), _entries(content["kl_controller"], "kl_controller")
-    totals, entropy = (
-        _entries(content["totals"], "totals"),
-        _entries(content["entropy_controller"], "entropy_controller"),
-    )
+    data, kl = (_entries(content[name], name) for name in ("data", "kl_controller"))
+    totals, entropy = (_entries(content[name], name) for name in ("totals", "entropy_controller"))
     sha256, versions = data["sha256"], _entries(content["versions"], "versions")
     if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
         raise ValueError(f"data.sha256 is {shown(sha256)}")

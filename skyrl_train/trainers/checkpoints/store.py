@@ -1,50 +1,68 @@
-"""Checkpoints that are either whole or absent.
+"""The checkpoints of a run: in its folder (`folder.py`), and under a URL that fsspec knows: `s3://bucket/run`, `gs://...`,
+`file:///mnt/...`. Each is brought there as well, and a folder that lacks the newest gets it from there.
 
-    checkpoints/
-      latest                    text: the name of the newest checkpoint, e.g. `step_000010`
-  writer                    text: who this folder is at the URL, if checkpoints are brought to one
-      step_000010/
-        ...                     whatever the caller wrote
-        manifest.json           size and SHA-256 of every other file; written last
-      .tmp-...                  a write or a removal that was cut short; taken away by the next write
+    URL/checkpoints/                    URL/best/ of supervised training alike
+      latest                          JSON: which folder writes here, the checkpoints that are kept, newest first, and those
+                                      that a run which went back to an earlier step, or began again, has set aside
+      step_000010-8d31c8f2a90b6e57/   a checkpoint, named by its step and by the SHA-256 sum of its manifest
+        ...
+        manifest.json                 size and SHA-256 of every other file
 
-A checkpoint is written under a `.tmp-` name, each file is brought to the disk (fsync), then the manifest, then the
-folder is renamed and `latest` replaced. A process killed at any moment leaves the state of before or of after. Nothing
-in a checkpoint is parsed before its sums are checked.
-
-With a URL (`trainer.checkpoint_url`) each is then brought there as well (`object_store.py`), and a folder that lacks the
-newest gets it from there.
+An object store replaces single objects and nothing else: it has no renames, its listings lag behind, and calls may fail,
+hang, or take effect after they were given up. The order of writes is therefore files, manifest, `latest`, removals, and
+no object that `latest` leads to is written again with another content. Whatever is cut off, `latest` leads to whole
+checkpoints; what nothing leads to is removed by a later save. Where `latest` itself is damaged, a listing finds them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from skyrl_train.errors import CheckpointError, SaveError
-from skyrl_train.system.files import DISK_TIMEOUT_S, FileSums, sync_folder, write_atomically
+from skyrl_train.system import map_in_time
+from skyrl_train.system.files import DISK_TIMEOUT_S, FileSums, parse_strict_json, shown, write_atomically
 from skyrl_train.telemetry import RunFolder
-from skyrl_train.trainers.checkpoints.manifest import check_sizes, read_manifest, seal, verify
-from skyrl_train.trainers.checkpoints.object_store import ObjectStore, is_url, split_url, step_of
+from skyrl_train.trainers.checkpoints.folder import (
+    LATEST,
+    MANIFEST,
+    TEMPORARY,
+    WriteState,
+    checkpoint_name,
+    clean_leftovers,
+    first_whole,
+    install,
+    latest_checkpoint,
+    prune,
+    read_manifest,
+    step_of,
+    verify,
+    write_checkpoint,
+)
 from skyrl_train.trainers.checkpoints.state import STATE_FILE, TrainerState
 
-LATEST = "latest"
 HISTORY = "history"
 """Folder of a checkpoint at a URL: the run's record up to there."""
 _WRITER = "writer"
-_TEMPORARY = ".tmp-"
-_REPLACED = ".tmp-replaced-"
-_NAME = re.compile(r"step_(\d{6,15})")
+_PROBE = ".probe"
+_FORMAT = 1
+_OBJECT_NAME = re.compile(r"step_(\d{6,15})-([0-9a-f]{16})")
+_NUM_TRANSFERS = 4
+_BRIEF_S = 60.0
+"""Deadline of a call that moves next to nothing."""
 
-WriteState = Callable[[Path], FileSums | None]
-"""Fills a folder, and returns the sums of those of its files that are hashed and on the disk."""
-
+A = TypeVar("A")
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
@@ -64,7 +82,7 @@ class CheckpointStore:
             self._remote.check()
 
     def begin(self, step: int) -> Callable[[WriteState], Path]:
-        """Returns what writes the checkpoint of `step`, on any thread, and returns its folder, as `write_checkpoint` does.
+        """Return what writes the checkpoint of `step`, on any thread, and returns its folder, as `write_checkpoint` does.
         What of the run's record belongs to it is read now. It raises SaveError also where the URL does not take the
         checkpoint; the local one is there then. Raises OSError."""
         record = {} if self._remote is None else RunFolder(self._root.parent).record(is_same_run=True)
@@ -100,9 +118,8 @@ class CheckpointStore:
         default the newest that can be used."""
         self.clean()
         with suppress(OSError, CheckpointError):
-            local = latest_checkpoint(self._root, require_usable) if newest is None else newest
-            if len(_candidates(self._root, [])) > self._keep and local is not None:
-                _prune(self._root, self._keep, local)
+            if local := newest or latest_checkpoint(self._root, require_usable):
+                prune(self._root, self._keep, local)
 
     def take_over(self, checkpoint: Path | None) -> None:
         """Has the URL, if there is one, hold what a run that goes on from `checkpoint` of this folder, or begins, has: later
@@ -130,7 +147,7 @@ class CheckpointStore:
         newer = [
             name
             for name in there.checkpoints
-            if local is None or not is_own or step_of(name) > TrainerState.read(local).global_step
+            if local is None or not is_own or step_at_url(name) > TrainerState.read(local).global_step
         ]
         found = self._fetch(self._remote, newer, self._root, has_other=local is not None, known=local)
         if found is None and damaged is not None:
@@ -140,7 +157,7 @@ class CheckpointStore:
     def find(self, place: str) -> Path:
         """Return the checkpoint at `place`, or the newest whole one of the run whose output folder (or `checkpoints/`), or
         URL, it is. One of another run's URL is brought to `origin/` of this run's folder. Raises CheckpointError."""
-        if is_url(place):
+        if "://" in place:
             return self._find_at_url(place)
         path = Path(place).expanduser()
         if not path.is_dir():
@@ -154,7 +171,10 @@ class CheckpointStore:
         return path
 
     def _find_at_url(self, place: str) -> Path:
-        url, name = split_url(place)
+        """The newest whole checkpoint at a run's URL, or at that of its `checkpoints/`, or the one that the URL is of."""
+        url, _, name = place.rstrip("/").rpartition("/")
+        if step_at_url(name) < 0:
+            url, name = place.rstrip("/"), ""
         for each in (f"{url}/{self._root.name}", url):
             is_own = self._remote is not None and self._remote.url == each
             store = self._remote if is_own and self._remote else self._store(each)
@@ -170,11 +190,7 @@ class CheckpointStore:
         self, store: ObjectStore, names: Sequence[str], root: Path, *, has_other: bool, known: Path | None = None
     ) -> Path | None:
         """The first of `names` that is whole, brought to `root` unless it is the one `known`; where all are damaged or gone,
-        what lies beside them. None where there is none.
-
-        Raises CheckpointError where all are damaged, unless the run `has_other` checkpoints; SaveError where the store
-        does not answer, which says nothing of what it holds.
-        """
+        what lies beside them. None where there is none. Raises as `first_whole`."""
         problems: list[str] = []
 
         def candidates() -> Iterator[str]:
@@ -182,32 +198,27 @@ class CheckpointStore:
             if problems:
                 yield from store.beside(names)
 
-        for name in candidates():
+        def fetch(name: str) -> Path:
             if known is not None and store.name_of(known) == name:
                 return known
-            temporary = root / f"{_TEMPORARY}{name}"
+            temporary, final = root / f"{TEMPORARY}{name}", root / checkpoint_name(step_at_url(name))
             try:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
                 store.download(name, temporary)
                 require_usable(temporary)
-                if TrainerState.read(temporary).global_step != step_of(name):
+                if TrainerState.read(temporary).global_step != step_at_url(name):
                     raise CheckpointError(f"{store.url}/{name}: {STATE_FILE} is of another step")
             except CheckpointError as error:
                 shutil.rmtree(temporary, ignore_errors=True)
                 if isinstance(error, SaveError):
                     raise
-                problems.append(str(error).replace(str(temporary), f"{store.url}/{name}"))
-                continue
-            for problem in problems:
-                logger.warning("checkpoint passed over: %s", problem)
-            self.fetched = _install(root, temporary, root / checkpoint_name(step_of(name)))
-            return self.fetched
-        if problems and not has_other:
-            raise _none_whole(store.url, problems)
-        for problem in problems:
-            logger.warning("checkpoint passed over: %s", problem)
-        return None
+                raise CheckpointError(str(error).replace(str(temporary), f"{store.url}/{name}")) from error
+            install(temporary, final)
+            self.fetched = final
+            return final
+
+        return first_whole(store.url, candidates(), fetch, problems, has_other=has_other)
 
     def _upload(self, folder: Path) -> None:
         assert self._remote is not None, "there is a URL"
@@ -231,157 +242,217 @@ def require_usable(folder: Path) -> None:
     """Raises CheckpointError unless the checkpoint verifies, and its state is one that a run may have written and is of the
     step in the folder's name."""
     verify(folder)
-    step, match = TrainerState.read(folder).global_step, _NAME.fullmatch(folder.name)
-    if match and int(match.group(1)) != step:
+    step = TrainerState.read(folder).global_step
+    if step_of(folder.name) not in (-1, step):
         raise CheckpointError(
             f"{folder}: {STATE_FILE} is of global_step {step}: the folder was renamed. It was {checkpoint_name(step)}"
         )
 
 
-def checkpoint_name(step: int) -> str:
-    """Return the name of the checkpoint of `step`, e.g. `step_000010`."""
-    return f"step_{step:06d}"
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """The content of `latest` at a URL: names of checkpoints there, newest first."""
+
+    writer: str = ""
+    """The identity of the output folder that writes here."""
+    checkpoints: tuple[str, ...] = ()
+    set_aside: tuple[str, ...] = ()
+    """Checkpoints that a run went back behind; they are never removed."""
 
 
-def write_checkpoint(root: Path, step: int, write: WriteState, keep: int) -> Path:
-    """Writes the checkpoint of `step` and returns its folder; the newest `keep` whole ones stay, older ones go.
+class ObjectStore:
+    """Checkpoints under `url`, of which the newest `keep` stay. Each call has a deadline, and raises SaveError for whatever
+    the store's library raises."""
 
-    `write` fills the (empty) folder it is given, and returns the sums that it knows. An existing checkpoint of the same
-    step is replaced.
-    Raises SaveError where the disk refuses (no space, no permission); what was there before is as it was, and what was
-    written of this one is removed.
-    """
-    final = root / checkpoint_name(step)
-    temporary = root / f"{_TEMPORARY}{final.name}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        clean_leftovers(root)
-        temporary.mkdir()
-        seal(temporary, write(temporary))
-        _install(root, temporary, final)
-        clean_leftovers(root)
-        _prune(root, keep, final)
-        sync_folder(root)
-    except (OSError, CheckpointError) as error:
-        with suppress(OSError):
-            clean_leftovers(root)
-        if isinstance(error, CheckpointError):
+    def __init__(self, url: str, *, keep: int, timeout_s: float) -> None:
+        """`timeout_s`: deadline of moving one checkpoint, and the longest that any other call has."""
+        self.url = url.rstrip("/")
+        self._keep, self._timeout_s = keep, timeout_s
+
+    def check(self) -> None:
+        """Writes an object and removes it. Raises SaveError, as for a name or credentials that are wrong."""
+        self._put(_PROBE, b"written to see whether it can be\n")
+        self._brief(f"removal of {_PROBE}", lambda: self._fs.rm_file(self._path(_PROBE)))
+
+    def pointer(self) -> Pointer:
+        """Return the content of `latest`; where that is damaged or missing, what a listing finds. Raises SaveError."""
+        try:
+            return _parsed(self._read(LATEST))
+        except FileNotFoundError:
+            found = self._found()
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("%s/%s is damaged (%s); checkpoints are found by listing", self.url, LATEST, error)
+            found = self._found()
+        return Pointer(checkpoints=tuple(sorted(found, key=step_at_url, reverse=True)))
+
+    def beside(self, names: Sequence[str]) -> list[str]:
+        """Return what a listing finds beside these checkpoints and those set aside, newest first. Raises SaveError.
+
+        A write of `latest` that was given up may take effect after later ones, when what it leads to is gone.
+        """
+        known = {*names, *self.pointer().set_aside}
+        return sorted((name for name in self._found() if name not in known), key=step_at_url, reverse=True)
+
+    def claim(self, writer: str, *, after: int) -> Pointer:
+        """Takes the URL for the folder that `writer` stands for, sets checkpoints of steps later than `after` aside,
+        removes what an upload that was cut short left, and returns what `latest` says then. Raises SaveError."""
+        old = self.pointer()
+        kept = tuple(name for name in old.checkpoints if step_at_url(name) <= after)
+        aside = tuple(name for name in old.checkpoints if step_at_url(name) > after)
+        new = Pointer(writer=writer, checkpoints=kept, set_aside=(*old.set_aside, *aside))
+        if new != old:
+            self._point_at(new)
+        self._prune(new)
+        return new
+
+    def name_of(self, folder: Path) -> str:
+        """Return the name that a local checkpoint has there."""
+        return _object_name(folder.name, (folder / MANIFEST).read_bytes())
+
+    def upload(self, folder: Path, *, writer: str) -> None:
+        """Brings a whole local checkpoint there: files, manifest, then `latest`. Then removes what is not kept.
+
+        Raises SaveError where the store refuses or does not answer, and where another run has taken the URL.
+        """
+        name = self.name_of(folder)
+        self._calls(
+            f"upload of {folder.name}",
+            lambda file: self._fs.put_file(str(folder / file), self._path(f"{name}/{file}")),
+            list(read_manifest(folder)),
+            self._timeout_s,
+        )
+        self._put(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
+        old = self.pointer()
+        if old.writer not in ("", writer):
+            raise SaveError(
+                f"{self.url} was taken by another run while this one was writing there. Give each its own "
+                "trainer.checkpoint_url"
+            )
+        older = tuple(each for each in old.checkpoints if step_at_url(each) < step_at_url(name))
+        aside = tuple(each for each in old.set_aside if each != name)
+        new = Pointer(writer=writer, checkpoints=(name, *older)[: self._keep], set_aside=aside)
+        self._point_at(new)
+        self._prune(new)
+
+    def download(self, name: str, target: Path) -> None:
+        """Brings a checkpoint to the empty folder `target`.
+
+        Raises CheckpointError where it is not whole, SaveError where the store refuses or does not answer.
+        """
+
+        def get(file: str) -> None:
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            self._fs.get_file(self._path(f"{name}/{file}"), str(target / file))
+
+        where = f"{self.url}/{name}"
+        try:
+            content = self._read(f"{name}/{MANIFEST}")
+            if _object_name(name.partition("-")[0], content) != name:
+                raise CheckpointError(f"{where}: {MANIFEST} does not have the SHA-256 sum in the name: it was damaged")
+            write_atomically(target / MANIFEST, content)
+            self._calls(f"download of {name}", get, list(read_manifest(target)), self._timeout_s)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{where}: a file is missing: {error}") from error
+
+    def _point_at(self, pointer: Pointer) -> None:
+        self._put(LATEST, (json.dumps({"format": _FORMAT, **asdict(pointer)}, indent=1) + "\n").encode())
+
+    def _found(self) -> list[str]:
+        """Checkpoints as far as a listing shows them, whole or not."""
+
+        def names() -> list[str]:
+            self._fs.invalidate_cache()
+            try:
+                return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path(""), detail=False)]
+            except FileNotFoundError:
+                return []
+
+        return [name for name in self._brief("listing", names) if step_at_url(name) >= 0]
+
+    def _prune(self, pointer: Pointer) -> None:
+        """Removes what `latest` does not lead to, as far as a listing shows it. A failure is a warning: the next save tries
+        again."""
+
+        def remove(name: str) -> None:
+            self._fs.invalidate_cache()
+            self._fs.rm(self._path(name), recursive=True)
+
+        try:
+            for name in self._found():
+                if name not in (*pointer.checkpoints, *pointer.set_aside):
+                    self._calls(f"removal of {name}", remove, [name], self._timeout_s)
+        except (SaveError, FileNotFoundError) as error:
+            logger.warning("older checkpoints could not be removed: %s", error)
+
+    def _read(self, name: str) -> bytes:
+        """The content of an object. Raises FileNotFoundError, too."""
+        return self._brief(f"reading of {name}", lambda: bytes(self._fs.cat_file(self._path(name))))
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Writes an object, which replaces one of that name."""
+        what = f"upload of {name}"
+        try:
+            self._brief(what, lambda: self._fs.pipe_file(self._path(name), content))
+        except FileNotFoundError as error:  # the bucket is not there
+            raise self._failed(what, error) from error
+
+    def _brief(self, what: str, call: Callable[[], R]) -> R:
+        return self._calls(what, lambda _: call(), [None], min(_BRIEF_S, self._timeout_s))[0]
+
+    def _calls(self, what: str, call: Callable[[A], R], items: Sequence[A], timeout_s: float) -> list[R]:
+        """Makes calls, several at a time. Raises FileNotFoundError where something is not there, else SaveError."""
+        name = f"{self.url} ({what})"
+        try:
+            return map_in_time(call, items, num_threads=_NUM_TRANSFERS, what=name, timeout_s=timeout_s)
+        except FileNotFoundError:
             raise
-        raise SaveError(
-            f"{final}: could not be written: {error}. Earlier checkpoints are untouched; make room or choose another "
-            "output folder"
-        ) from error
-    return final
+        except Exception as error:  # each store's library raises its own
+            raise self._failed(what, error) from error
+
+    def _failed(self, what: str, error: Exception) -> SaveError:
+        return SaveError(
+            f"{self.url}: {what} failed: {type(error).__name__}: {error}. Check the name, the "
+            "credentials and the network; what was there before is untouched"
+        )
+
+    @property
+    def _fs(self) -> Any:
+        return self._opened[0]
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system, and the path of the URL in it."""
+        from fsspec.core import url_to_fs
+
+        options = {"auto_mkdir": True} if self.url.startswith(("file://", "local://")) else {}
+        fs, path = url_to_fs(self.url, **options)
+        return fs, str(path).rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._opened[1]}/{name}".rstrip("/")
 
 
-def _install(root: Path, temporary: Path, final: Path) -> Path:
-    """Gives a whole checkpoint its name, which it returns, and has `latest` name it."""
-    if final.exists():
-        os.rename(final, root / f"{_REPLACED}{final.name}")
-    os.rename(temporary, final)
-    sync_folder(root)
-    write_atomically(root / LATEST, f"{final.name}\n".encode())
-    return final
+def step_at_url(name: str) -> int:
+    """Return the step in the name of a checkpoint at a URL; -1 where it is none."""
+    match = _OBJECT_NAME.fullmatch(name)
+    return int(match.group(1)) if match else -1
 
 
-def clean_leftovers(root: Path) -> None:
-    """Removes what writes that were cut short left behind, and puts back a checkpoint that was about to be replaced.
-
-    For the process that writes to `root`, at its start; a reader must not call it.
-    """
-    for leftover in sorted(root.glob(f"{_TEMPORARY}*")):
-        target = root / leftover.name.removeprefix(_REPLACED)
-        if leftover.name.startswith(_REPLACED) and not target.exists():
-            os.rename(leftover, target)
-        elif leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+def _object_name(step_name: str, manifest: bytes) -> str:
+    """The name under a URL of a checkpoint with this manifest: what differs never has the same."""
+    return f"{step_name}-{hashlib.sha256(manifest).hexdigest()[:16]}"
 
 
-def latest_checkpoint(root: Path, require: Callable[[Path], None] | None = None) -> Path | None:
-    """The newest checkpoint under `root` that is whole, or None where there is none at all. `require`, by default `verify`,
-    raises CheckpointError for one that is not.
-
-    Prefers the one that `latest` names, then older ones, newest first. Each one that is passed over is reported as a
-    warning with the reason. Only reads, so a running trainer's folder may be looked at. Raises CheckpointError where
-    there are checkpoints but none is whole.
-    """
-    problems: list[str] = []
-    candidates = _candidates(root, problems)
-    for folder in candidates:
-        try:
-            (require or verify)(folder)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            logger.warning("checkpoint passed over: %s", problem)
-        return folder
-    if candidates:
-        raise _none_whole(root, problems)
-    for problem in problems:
-        logger.warning("checkpoint passed over: %s", problem)
-    return None
-
-
-def oldest_step(root: Path) -> int | None:
-    """Return the step of the oldest checkpoint under `root`, whole or not; None where there is none, or none yet that a loss
-    of power leaves: `latest` names one once its name is on the disk, so that one that is being written does not count."""
-    try:
-        match = _NAME.fullmatch((root / LATEST).read_text(encoding="utf-8", errors="replace").strip())
-    except OSError:
-        return None
-    names = [folder.name.removeprefix(_REPLACED) for folder in _candidates(root, [])]
-    oldest = min((int(name.removeprefix("step_")) for name in names), default=None)
-    return None if oldest is None or match is None or oldest > int(match.group(1)) else oldest
-
-
-def _none_whole(place: object, problems: Sequence[str]) -> CheckpointError:
-    listed = "\n".join(f"  - {problem}" for problem in problems)
-    return CheckpointError(
-        f"no checkpoint under {place} is whole:\n{listed}\n"
-        "Restore one from a copy, or start over with trainer.resume_mode=none"
+def _parsed(content: bytes) -> Pointer:
+    """Raises ValueError, KeyError, TypeError."""
+    entries = parse_strict_json(content)
+    if entries["format"] != _FORMAT:
+        raise ValueError(f"format {shown(entries['format'])}")
+    names = (*entries["checkpoints"], *entries["set_aside"])
+    if not isinstance(entries["writer"], str) or not all(
+        isinstance(name, str) and step_at_url(name) >= 0 for name in names
+    ):
+        raise ValueError(f"names such as {shown(names[0] if names else '')}")
+    return Pointer(
+        writer=entries["writer"], checkpoints=tuple(entries["checkpoints"]), set_aside=tuple(entries["set_aside"])
     )
-
-
-def _candidates(root: Path, problems: list[str]) -> list[Path]:
-    """Checkpoint folders, the one to try first in front: `latest`, then those before it, then those after it.
-
-    A step after `latest` belongs to a run that was rewound, or to a write that was cut short before `latest` moved.
-    """
-    folders: dict[int, Path] = {}
-    for prefix in ("", _REPLACED):
-        for folder in root.glob(f"{prefix}step_*"):
-            match = _NAME.fullmatch(folder.name.removeprefix(_REPLACED))
-            if match and folder.is_dir():
-                folders.setdefault(int(match.group(1)), folder)
-    named = max(folders, default=0)
-    if (root / LATEST).exists():
-        text = (root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-        match = _NAME.fullmatch(text)
-        if match and int(match.group(1)) in folders:
-            named = int(match.group(1))
-        else:
-            problems.append(f"{root / LATEST} names {text[:80]!r}, which is not there")
-    return [folders[step] for step in sorted(folders, key=lambda step: (step > named, -step))]
-
-
-def _prune(root: Path, keep: int, newest: Path) -> None:
-    """Removes all but `keep` whole checkpoints from `newest` on. A damaged one is removed with those older than it. Raises
-    OSError."""
-    whole = 0
-    candidates = _candidates(root, [])
-    if newest not in candidates:
-        raise FileNotFoundError(f"{newest} was deleted as soon as it was written")
-    for folder in candidates[candidates.index(newest) :]:
-        if whole >= keep:
-            doomed = root / f"{_TEMPORARY}remove-{folder.name}"
-            os.rename(folder, doomed)
-            shutil.rmtree(doomed)
-            continue
-        try:
-            check_sizes(folder, read_manifest(folder))
-        except CheckpointError:
-            continue
-        whole += 1

@@ -4,15 +4,16 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.trainers.evaluation.evaluate import EvaluationFigures, EvaluationResult, Evaluator, groups_of
-    from skyrl_train.trainers.evaluation.report import (
-        evaluation_line,
-        figures_table,
+    from skyrl_train.trainers.evaluation.evaluate import (
+        EvaluationFigures,
+        EvaluationResult,
+        Evaluator,
+        evaluation_table,
+        groups_of,
         read_evaluations,
         write_evaluation,
     )
-    from skyrl_train.trainers.evaluation.sft_evaluate import SFTEvaluator
-    from skyrl_train.trainers.evaluation.sft_samples import SampleWriter, cut_samples_after
+    from skyrl_train.trainers.evaluation.sft_evaluate import SampleWriter, SFTEvaluator, cut_samples_after
 
 __all__ = [
     "EvaluationFigures",
@@ -21,8 +22,7 @@ __all__ = [
     "SFTEvaluator",
     "SampleWriter",
     "cut_samples_after",
-    "evaluation_line",
-    "figures_table",
+    "evaluation_table",
     "groups_of",
     "read_evaluations",
     "write_evaluation",

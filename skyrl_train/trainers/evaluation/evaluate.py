@@ -1,18 +1,26 @@
 """Evaluation on held-out prompts: accuracy, pass@k, turns and lengths, in all and by environment and data source.
 
 A trajectory is right where its environment says so in the metric `solved`; without such a metric, where its total
-reward is at least 1. A failed trajectory is neither right nor wrong: it is left out and counted.
+reward is at least 1. A failed trajectory is neither right nor wrong: it is left out and counted. What was measured stays in
+`evaluation.json`, and a run ends with a table of its first and its last evaluation.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from skyrl_train.errors import counted
+from rich import box
+from rich.table import Table
+
+from skyrl_train.errors import DataError, counted
 from skyrl_train.interfaces import Generator
+from skyrl_train.system.files import write_json
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
 
 DECLARED_METRICS = """
@@ -75,6 +83,20 @@ class EvaluationResult:
             metrics |= _metrics_of(figures, f"eval/{name}")
         return metrics
 
+    def line(self) -> str:
+        """`evaluation at step 10: accuracy 0.652, first turn 0.610, reward 0.634, 2 of 256 trajectories failed`."""
+        figures = self.overall
+        values = {
+            "accuracy": figures.accuracy,
+            "first turn": figures.accuracy_first_turn,
+            **{f"pass@{k}": value for k, value in figures.pass_at.items() if k > 1},
+            "reward": figures.reward_mean,
+        }
+        parts = [f"{name} {value:.3f}" for name, value in values.items() if value is not None]
+        if figures.num_failed:
+            parts.append(f"{figures.num_failed} of {figures.num_trajectories} trajectories failed")
+        return f"evaluation at step {self.global_step}: {', '.join(parts)}"
+
 
 RolloutHook = Callable[[int, RolloutBatch], None]
 """Called with (step, all rollouts of the evaluation)."""
@@ -103,10 +125,6 @@ class Evaluator:
         self._batch_size = batch_size
         self._env_class = env_class
         self._on_rollouts = on_rollouts
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._prompts)
 
     def evaluate(self, global_step: int) -> EvaluationResult:
         """One pass over the held-out prompts. `global_step` labels the result and does not enter the seeds."""
@@ -243,3 +261,86 @@ def _metrics_of(figures: EvaluationFigures, prefix: str) -> dict[str, float]:
         **{f"pass@{k}": value for k, value in figures.pass_at.items()},
     }
     return {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+
+
+def read_evaluations(path: Path) -> list[EvaluationResult]:
+    """The evaluations of a run in order of their steps; none where the file is absent. Raises DataError where it is not
+    what `write_evaluation` wrote."""
+    if not path.exists():
+        return []
+    try:
+        return [_result(entry) for entry in json.loads(path.read_text())["evaluations"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not an evaluation file ({type(error).__name__}: {error}). Move it away.") from error
+
+
+def write_evaluation(path: Path, result: EvaluationResult) -> None:
+    """Adds the evaluation, in place of an earlier one at the same step."""
+    others = [other for other in read_evaluations(path) if other.global_step != result.global_step]
+    _write(path, sorted([*others, result], key=lambda entry: entry.global_step))
+
+
+def cut_evaluations_after(path: Path, step: int) -> None:
+    """Drops evaluations of later steps, which a resumed run repeats."""
+    results = read_evaluations(path)
+    kept = [result for result in results if result.global_step <= step]
+    if len(kept) < len(results):
+        _write(path, kept)
+
+
+def evaluation_table(*results: EvaluationResult) -> Table:
+    """One evaluation, or the first and the last side by side with what changed; parts (environments, data sources) below
+    the whole."""
+    last = results[-1]
+    samples = f"{counted(last.n_samples_per_prompt, 'sample')} each"
+    title = f"Held-out evaluation ({counted(last.overall.num_prompts, 'prompt')}, {samples})"
+    table = Table("", title=title, box=box.SIMPLE_HEAD, title_style="bold", min_width=60)
+    names = ("before (step {})", "after (step {})") if len(results) > 1 else ("step {}",)
+    headings = [name.format(result.global_step) for name, result in zip(names, results)]
+    for heading in [*headings, "change"] if len(results) > 1 else headings:
+        table.add_column(heading, justify="right")
+
+    def add_row(name: str, values: Sequence[float | None], digits: int) -> None:
+        cells = ["-" if value is None else f"{value:.{digits}f}" for value in values]
+        known = [value for value in values if value is not None]
+        table.add_row(name, *cells, *([f"{known[1] - known[0]:+.{digits}f}"] if len(known) > 1 else []))
+
+    rows = [_rows(result.overall) for result in results]
+    for name, (_, digits) in rows[-1].items():
+        add_row(name, [each[name][0] if name in each else None for each in rows], digits)
+    table.add_row("failed trajectories", *(_failures(result.overall) for result in results))
+    for part in last.parts:
+        of_part = [result.parts.get(part) for result in results]
+        add_row(f"accuracy, {part}", [None if figures is None else figures.accuracy for figures in of_part], 3)
+    return table
+
+
+def _rows(figures: EvaluationFigures) -> dict[str, tuple[float | None, int]]:
+    """The value and its digits, by the name of the line."""
+    return {
+        "accuracy": (figures.accuracy, 3),
+        "accuracy, first turn": (figures.accuracy_first_turn, 3),
+        **{f"pass@{k}": (value, 3) for k, value in figures.pass_at.items() if k > 1},
+        "mean reward": (figures.reward_mean, 3),
+        "turns used": (figures.turns_mean, 2),
+        "response length (tokens)": (figures.response_length_mean, 1),
+    }
+
+
+def _failures(figures: EvaluationFigures) -> str:
+    kinds = ", ".join(f"{kind} {count}" for kind, count in figures.failures.items())
+    return f"{figures.num_failed} of {figures.num_trajectories}" + (f" ({kinds})" if kinds else "")
+
+
+def _write(path: Path, results: Sequence[EvaluationResult]) -> None:
+    write_json(path, {"evaluations": [asdict(result) for result in results]})
+
+
+def _result(entry: dict[str, Any]) -> EvaluationResult:
+    parts = {name: _figures(part) for name, part in entry["parts"].items()}
+    return EvaluationResult(**{**entry, "overall": _figures(entry["overall"]), "parts": parts})
+
+
+def _figures(entry: dict[str, Any]) -> EvaluationFigures:
+    """Return figures as they were: JSON made text of the keys of `pass_at`."""
+    return EvaluationFigures(**{**entry, "pass_at": {int(k): value for k, value in entry["pass_at"].items()}})

@@ -1,11 +1,14 @@
-"""Held-out loss of supervised training, by set and over all of them, and what follows from it: best step, early stop."""
+"""Held-out loss of supervised training, by set and over all of them, and what follows from it: best step, early stop. And
+answers of the model as it is then to held-out prompts, for people to read: `samples/step_000010.jsonl`."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,13 @@ from rich.table import Table
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.data import one_ahead
 from skyrl_train.data.sft import ExampleSet, example_batch
-from skyrl_train.interfaces import Learner
+from skyrl_train.errors import DeadlineError, counted
+from skyrl_train.images import between
+from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
+from skyrl_train.rollout import LoopThread
+from skyrl_train.system import derive_seed
+from skyrl_train.system.files import json_line, write_atomically
+from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 
 DECLARED_METRICS = """
 eval/loss | nats | Mean cross-entropy of a held-out token. | evaluations of supervised training | TRL `eval_loss`
@@ -27,7 +36,7 @@ LOSS = "eval/loss"
 """Over all sets, every trained token the same weight."""
 _LARGEST_EXPONENT = 700.0
 Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
+"""Called with the number of batches that are done, and that of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +46,7 @@ class SetLoss:
     total: float
     """Sum of the negative log-probabilities of its trained tokens."""
     num_tokens: int
-    """With loss."""
+    """Trained tokens of the set."""
 
     @property
     def mean(self) -> float:
@@ -153,3 +162,97 @@ def evaluation_table(records: Sequence[Mapping[str, Any]]) -> Table | None:
         old, new = float(before[name]), float(after[name])
         table.add_row(name.removeprefix("eval/"), f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}")
     return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer of the model to a held-out prompt: what comes before the first trained token of an example."""
+
+    set: str
+    example: str
+    prompt: str
+    answer: str = ""
+    """Empty until there is one."""
+    expected: str
+    """What the data says after the prompt."""
+    stop_reason: str = ""
+
+
+class SampleWriter:
+    """Generates from the first examples of each set, always the same ones with the same seeds."""
+
+    def __init__(
+        self,
+        sets: Mapping[str, ExampleSet],
+        *,
+        engine: InferenceEngine,
+        transport: WeightTransport,
+        decode: Callable[[Sequence[int]], str],
+        sampling: SamplingParams,
+        num_samples: int,
+        seed: int,
+        timeout_s: float,
+        folder: Path,
+    ) -> None:
+        """`decode` gives the text of token ids, special ones included. `num_samples` of each set are answered; fewer where
+        a set has fewer examples with a prompt."""
+        self._engine, self._transport, self._decode = engine, transport, decode
+        self._timeout_s, self._folder = timeout_s, folder
+        self._requests: list[GenerationRequest] = []
+        self._samples: list[Sample] = []
+        for name, examples in sets.items():
+            chosen = np.arange(min(num_samples, len(examples)))
+            flat, images = examples.gather(chosen), examples.images(chosen)
+            start = 0
+            for index, length in enumerate(flat.lengths.tolist()):
+                ids, mask = flat.input_ids[start : start + length].tolist(), flat.loss_mask[start : start + length]
+                first = int(mask.argmax())  # text rows have almost no prompt
+                number = len(self._requests)
+                request = GenerationRequest(
+                    request_id=f"sample-{number:06d}",
+                    prompt_token_ids=tuple(ids[:first]),
+                    sampling=sampling,
+                    seed=derive_seed(seed, "sft sample", number),
+                    images=between(images[index], 0, first) if images else (),
+                )
+                sample = Sample(
+                    set=name, example=examples.name(index), prompt=decode(ids[:first]), expected=decode(ids[first:])
+                )
+                self._requests.append(request)
+                self._samples.append(sample)
+                start += length
+
+    def write(self, learner: Learner, *, step: int) -> list[Sample]:
+        """Gives the engine the learner's weights, generates, and writes the file. Raises DeadlineError, EngineError."""
+        self._transport.sync(learner.weights(), step)
+        loop = LoopThread("sft-samples")
+        try:
+            outputs = loop.run(self._generate(step))
+        finally:
+            loop.close()
+        samples = [
+            replace(sample, answer=self._decode(output.token_ids), stop_reason=output.stop_reason.value)
+            for sample, output in zip(self._samples, outputs)
+        ]
+        lines = (json_line(asdict(sample)) for sample in samples)
+        write_atomically(self._folder / f"step_{step:06d}.jsonl", b"".join(lines))
+        return samples
+
+    async def _generate(self, step: int) -> list[GenerationOutput]:
+        answers = asyncio.gather(*(self._engine.generate(request) for request in self._requests))
+        try:
+            return list(await asyncio.wait_for(answers, self._timeout_s))
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(
+                f"{counted(len(self._requests), 'sample')} of step {step}",
+                self._timeout_s,
+                "Lower trainer.eval_samples, or raise trainer.eval_sample_timeout_s",
+            ) from error
+
+
+def cut_samples_after(folder: Path, step: int) -> None:
+    """Deletes the samples of later steps, which a resumed run writes again."""
+    for path in folder.glob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if number.isdigit() and int(number) > step:
+            path.unlink()

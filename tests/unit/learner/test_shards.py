@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner import state
-from skyrl_train.learner.shards import StoredShards, is_sharded, shard_of
-from skyrl_train.learner.state_files import TensorFile
+from skyrl_train.learner.state import StoredTensors
+from skyrl_train.learner.state_files import StateFiles, shard_of
 from tests.support.fake_ranks import as_rank
 from tests.support.gloo_ranks import on_ranks
 
@@ -33,16 +33,12 @@ WHOLE = {
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
-    stored = StoredShards(folder)
-    whole = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored.facts.items()}
-    for name, tensor in whole.items():
-        stored.fill(name, tensor)
-    return whole
+    stored = StoredTensors(folder)
+    return {name: stored.take(name) for name in stored.facts}
 
 
 def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor]) -> None:
-    name, held, metadata = shard_of(rank, tensors)
-    TensorFile(tensors=held, metadata=metadata).write(folder / name)
+    shard_of(rank, tensors).write(folder / f"shard-{rank:05d}.safetensors")
 
 
 def require_whole(found: dict[str, Tensor]) -> None:
@@ -56,7 +52,6 @@ def test_one_rank_writes_all_of_what_is_not_sharded(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, WHOLE)
     write_shard(tmp_path, 1, WHOLE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-00000.safetensors", "shard-00001.safetensors"]
-    assert is_sharded(tmp_path)
     require_whole(read_all(tmp_path))
 
 
@@ -81,7 +76,7 @@ def write_and_read(rank: int, folder: Path, source: str, target: str) -> None:
 
     own = sharded_on(init_device_mesh("cpu", (distributed.get_world_size(),)))
     if source:
-        stored = StoredShards(folder / source)
+        stored = StoredTensors(folder / source)
         for name, tensor in own.items():
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
             stored.fill(name, tensor)
@@ -100,13 +95,29 @@ def test_shards_are_read_by_other_numbers_of_ranks(tmp_path: Path) -> None:
 def test_a_rank_reads_its_own_rows_of_what_one_rank_wrote(tmp_path: Path) -> None:
     whole = WHOLE["model/odd"]
     write_shard(tmp_path, 0, {"model/odd": whole})
-    stored = StoredShards(tmp_path)
+    stored = StoredTensors(tmp_path)
     with as_rank(1, 2) as mesh:
         target = DTensor.from_local(
             torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
         stored.fill("model/odd", target)
         assert torch.equal(target.to_local(), whole[3:])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_reads_its_own_rows_of_a_state_in_either_form(tmp_path: Path, sharded: bool) -> None:
+    whole, moments = torch.arange(15.0).reshape(5, 3), torch.arange(15.0).reshape(5, 3) / 7
+    optimizer = {"step.odd": torch.tensor(1.0), "exp_avg.odd": moments, "exp_avg_sq.odd": moments}
+    facts: dict[str, Any] = {"role": "policy", "optimizer_name": "adamw", "steps": 1, "documents": 0}
+    StateFiles.of(model={"odd": whole}, optimizer=optimizer, sharded=sharded, **facts).write(tmp_path)
+    with as_rank(1, 2) as mesh:
+        mine = DTensor.from_local(
+            torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        stored = state.read(tmp_path, role="policy", model={"odd": mine}, with_optimizer=True, optimizer_name="adamw")
+        assert torch.equal(stored.model["odd"].to_local(), whole[3:])  # type: ignore[attr-defined]
+        assert torch.equal(stored.optimizer["exp_avg.odd"].to_local(), moments[3:])  # type: ignore[attr-defined]
+        assert stored.optimizer["step.odd"] == 1.0
 
 
 class Bomb:
@@ -136,7 +147,7 @@ def test_the_bomb_would_go_off(tmp_path: Path) -> None:
 
 
 def write_shard_of_a_model(folder: Path) -> None:
-    files = state.state_files(
+    files = StateFiles.of(
         role="policy",
         model={"odd": torch.ones(5, 3)},
         optimizer={"step.odd": torch.tensor(1.0), "exp_avg.odd": torch.ones(5, 3), "exp_avg_sq.odd": torch.ones(5, 3)},
@@ -186,7 +197,7 @@ def test_files_that_disagree_about_a_tensor_are_refused(tmp_path: Path) -> None:
         metadata={"parts": '{"a": {"shape": [3], "offset": [0]}}'},
     )
     with pytest.raises(ValueError, match=r"in one file"):
-        StoredShards(tmp_path)
+        StoredTensors(tmp_path)
 
 
 def test_a_torn_shard_is_refused(tmp_path: Path) -> None:
@@ -194,4 +205,4 @@ def test_a_torn_shard_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "shard-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"shard-00000.safetensors: SafetensorError"):
-        StoredShards(tmp_path)
+        StoredTensors(tmp_path)

@@ -13,8 +13,7 @@ from skyrl_train.trainers.capsules.compare import (
     FLOAT32,
     compare_batches,
     compare_metrics,
-    compare_moments,
-    compare_weights,
+    compare_tensors,
     table,
 )
 from tests.support.capsule_parts import batch_of
@@ -25,30 +24,32 @@ MOVED = {"a": torch.tensor([1.0, 2.1]), "b": torch.tensor([3.0])}
 
 def test_every_bit_is_demanded_on_the_same_placement() -> None:
     last_bit = {**MOVED, "a": torch.nextafter(MOVED["a"], torch.tensor(9.0))}
-    assert compare_weights("policy", MOVED, MOVED, WEIGHTS, EXACT).holds
-    found = compare_weights("policy", last_bit, MOVED, WEIGHTS, EXACT)
+    assert compare_tensors("policy weights", MOVED, MOVED, EXACT.change, before=WEIGHTS).holds
+    found = compare_tensors("policy weights", last_bit, MOVED, EXACT.change, before=WEIGHTS)
     assert not found.holds
     assert found.where.startswith("a, by")
-    assert compare_weights("policy", last_bit, MOVED, WEIGHTS, FLOAT32).holds
+    assert compare_tensors("policy weights", last_bit, MOVED, FLOAT32.change, before=WEIGHTS).holds
 
 
 def test_weights_are_compared_as_a_share_of_what_the_step_changed() -> None:
     """0.01 off a step of 0.1 is a tenth, however long the weights are."""
     off = {**MOVED, "a": torch.tensor([1.0, 2.11])}
-    found = compare_weights("policy", off, MOVED, WEIGHTS, FLOAT32)
+    found = compare_tensors("policy weights", off, MOVED, FLOAT32.change, before=WEIGHTS)
     assert found.largest == pytest.approx(0.1, rel=1e-4)
     assert not found.holds
-    assert compare_moments("policy", off, MOVED, FLOAT32).largest == pytest.approx(0.01 / 3.7961, rel=1e-3)
+    assert compare_tensors("policy optimizer", off, MOVED, FLOAT32.moment).largest == pytest.approx(
+        0.01 / 3.7961, rel=1e-3
+    )
 
 
 def test_a_step_that_moved_nothing_is_the_same_only_where_nothing_moved() -> None:
-    assert compare_weights("policy", WEIGHTS, WEIGHTS, WEIGHTS, FLOAT32).holds
-    assert not compare_weights("policy", MOVED, WEIGHTS, WEIGHTS, FLOAT32).holds
+    assert compare_tensors("policy weights", WEIGHTS, WEIGHTS, FLOAT32.change, before=WEIGHTS).holds
+    assert not compare_tensors("policy weights", MOVED, WEIGHTS, FLOAT32.change, before=WEIGHTS).holds
 
 
 @pytest.mark.parametrize("other", [{"a": WEIGHTS["a"]}, {**WEIGHTS, "b": torch.tensor([3.0, 4.0])}])
 def test_other_names_or_shapes_never_hold(other: dict[str, torch.Tensor]) -> None:
-    found = compare_weights("policy", other, WEIGHTS, WEIGHTS, FLOAT32)
+    found = compare_tensors("policy weights", other, WEIGHTS, FLOAT32.change, before=WEIGHTS)
     assert (found.largest, found.holds) == (math.inf, False)
 
 

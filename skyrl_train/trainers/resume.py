@@ -3,9 +3,15 @@ continue there.
 
 A resumed run repeats the steps after the checkpoint and writes the same lines again, so what was written of them is cut.
 That only holds while nothing changed that training depends on. Settings are therefore compared one by one
-(`trainers/checkpoints/changes.py`), by the class that each states in the schema. Those that change rounding alone are
-reported; those that make another run of it are refused, all at once, with the old and the new value. Data may move,
-since the prompts themselves are compared.
+(`checkpoints/changes.py`), by the class that each states in the schema. Those that change rounding alone are reported; those
+that make another run of it are refused, all at once, with the old and the new value. Data may move, since the prompts
+themselves are compared.
+
+A fork is a new run, in a folder of its own, that begins at a checkpoint of another with settings changed. Weights, optimizer
+state, the critic, the place in the data and the count of steps are kept. What follows from a setting that changed is
+recreated: the weights that controllers moved, the place in the data counted in batches of another size, and models whose
+paths changed. The rest of the run then reads its configuration as any other does: the learning rate, for one, is set from it
+at each step and is no part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,48 +27,53 @@ from skyrl_train.config.fields import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation, counted
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.registry import code_digests
-from skyrl_train.system.files import read_json, whole_number, write_json
+from skyrl_train.system.files import read_json, shown, whole_number, write_json
 from skyrl_train.telemetry import RunFolder, cut_metrics_after, environment_of_run
 from skyrl_train.trainers.capsules.record import cut_capsules_after
 from skyrl_train.trainers.checkpoints.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
-from skyrl_train.trainers.checkpoints.fork import Fork, fork_from, is_fork_of
-from skyrl_train.trainers.checkpoints.state import DataFingerprint, Totals, TrainerState, library_versions
+from skyrl_train.trainers.checkpoints.state import (
+    STATE_FILE,
+    DataFingerprint,
+    LoopState,
+    TrainerState,
+    library_versions,
+)
 from skyrl_train.trainers.checkpoints.store import HISTORY, CheckpointStore
-from skyrl_train.trainers.evaluation.report import cut_evaluations_after
+from skyrl_train.trainers.evaluation.evaluate import cut_evaluations_after
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
 from skyrl_train.trainers.steps import Learners
+
+_KL_WEIGHT = ("trainer.algorithm.kl_reward_coef", "trainer.algorithm.kl_controller")
+_ENTROPY_WEIGHT = ("trainer.algorithm.entropy_coef", "trainer.algorithm.entropy_controller")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """The place where a run starts."""
 
-    checkpoint: Path | None
+    checkpoint: Path | None = None
     """None starts from the model's own weights."""
-    state: TrainerState | None
-    """Of the checkpoint."""
-    own: bool
+    state: TrainerState | None = None
+    """Of the checkpoint, as the run begins with it."""
+    own: bool = True
     """The checkpoint lies in this run's own folder."""
     is_fetched: bool = False
     """It came from a URL, with the record of its run."""
-    complete: bool
+    complete: bool = False
     """The run in this folder has nothing left to do."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """What to tell the user, one line each."""
     begins_again: bool = False
     """A run that was to go on has no checkpoint yet: where the one in the folder is the same, its steps are repeated."""
-    fork: Fork | None = None
-    """Where this is a new run that begins at another's checkpoint; `state` is then what it begins with."""
+    fork: Mapping[str, Any] | None = None
+    """Where this is a new run that begins at another's checkpoint: the content of `fork.json`."""
+    fresh_models: frozenset[str] = frozenset()
+    """Of `critic` and `reference`: those that begin from their own paths, and not from the checkpoint."""
 
     @property
     def is_first(self) -> bool:
         """This run has no steps of its own yet."""
         return self.state is None or self.fork is not None
-
-    @property
-    def fresh_models(self) -> frozenset[str]:
-        """Models that are not taken from the checkpoint."""
-        return self.fork.fresh_models if self.fork else frozenset()
 
     @property
     def holds_reference(self) -> bool:
@@ -75,17 +86,6 @@ class Start:
         """The number of steps that are done."""
         return self.state.global_step if self.state else 0
 
-    @property
-    def data_position(self) -> int:
-        return self.state.data_position if self.state else 0
-
-    @property
-    def totals(self) -> Totals:
-        return self.state.totals if self.state else Totals()
-
-
-FRESH = Start(checkpoint=None, state=None, own=True, complete=False, notes=())
-
 
 def find_start(
     run: ResumeSettings, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
@@ -96,33 +96,34 @@ def find_start(
         ConfigError: Settings changed that training depends on: all of them, with old and new values.
         CheckpointError: The stated checkpoint cannot be used, or the training prompts are not the same.
     """
-    mode, resume_path = run.mode, run.path
+    mode = run.mode
     if mode == "none":
-        return FRESH
-    if mode != "latest" and not resume_path:
-        raise ConfigError([_missing_resume_path(mode)])
-    is_begun = mode == "fork" and is_fork_of(folder, resume_path)
-    checkpoint = checkpoints.latest() if is_begun or mode == "latest" else None
+        return Start()
+    if mode != "latest" and not run.path:
+        raise ConfigError(
+            [
+                Violation(
+                    field="trainer.resume_path",
+                    rule=f"must name a checkpoint or a run's output folder where trainer.resume_mode={mode}",
+                    value="''",
+                    remedy="try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010",
+                )
+            ]
+        )
+    is_begun_fork = mode == "fork" and _is_fork_of(folder, run.path)
+    checkpoint = checkpoints.latest() if is_begun_fork or mode == "latest" else None
     is_new_fork = mode == "fork" and checkpoint is None
     if checkpoint is None and mode != "latest":
-        checkpoint = checkpoints.find(resume_path)
+        checkpoint = checkpoints.find(run.path)
     if checkpoint is None:
-        return replace(FRESH, begins_again=True)
+        return Start(begins_again=True)
     state = TrainerState.read(checkpoint)
     changes = changes_since(state.config, run.settings, run.schema)
     if is_new_fork:
-        fork = fork_from(checkpoint, state, run, changes, folder=folder, data=data, total_steps=total_steps)
-        lines = (*fork.notes, *_version_changes(state.versions, run.settings))
-        return Start(
-            checkpoint=checkpoint,
-            state=fork.state,
-            own=False,
-            complete=False,
-            notes=lines,
-            fork=fork,
-            begins_again=is_begun,
-        )
-    layout_changes = check_same_run(changes, checkpoint)
+        start = _fork(checkpoint, state, run, changes, folder=folder, data=data, total_steps=total_steps)
+        return replace(start, begins_again=is_begun_fork)
+    if refused := [change for change in changes if change.resume in (Resume.FORKS, Resume.FIXED)]:
+        raise ConfigError([change.violation(checkpoint) for change in refused])
     if state.data != data:
         versions = "".join(f" ({line.partition(':')[0]})" for line in _version_changes(state.versions, {}))
         raise CheckpointError(
@@ -132,8 +133,12 @@ def find_start(
         )
     own = checkpoint.resolve().is_relative_to(folder.checkpoints.resolve())
     complete = own and _completed_steps(folder) >= max(total_steps, 1) and state.global_step >= total_steps
-    notes = [f"resuming from {checkpoint}, after step {state.global_step} of {total_steps}"]
-    notes += layout_changes + _version_changes(state.versions, run.settings)
+    layout = [change for change in changes if change.resume is Resume.LAYOUT]
+    notes = [
+        f"resuming from {checkpoint}, after step {state.global_step} of {total_steps}",
+        *(f"{change.line()}: the same training up to rounding" for change in layout),
+        *_version_changes(state.versions, run.settings),
+    ]
     if complete:
         notes = [
             f"{folder.root}: this run is complete ({counted(state.global_step, 'step')}); nothing to do. "
@@ -147,6 +152,123 @@ def find_start(
         complete=complete,
         notes=tuple(notes),
     )
+
+
+def _is_fork_of(folder: RunFolder, resume_path: str) -> bool:
+    """Whether the run in `folder` is a fork that was begun with this `trainer.resume_path`."""
+    try:
+        return bool(read_json(folder.fork_file)["resume_path"] == resume_path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _fork(
+    checkpoint: Path,
+    state: TrainerState,
+    run: ResumeSettings,
+    changes: Sequence[Change],
+    *,
+    folder: RunFolder,
+    data: DataFingerprint,
+    total_steps: int,
+) -> Start:
+    """What a new run in `folder` takes from the checkpoint.
+
+    Raises ConfigError where the folder is that of the checkpoint's own run, where settings changed that decide shapes or
+    the meaning of token ids, and where no steps are left.
+    """
+    problems = [change.violation(checkpoint) for change in changes if change.resume is Resume.FIXED]
+    place = checkpoint.resolve()
+    if place.is_relative_to(folder.root.resolve()) and not place.is_relative_to(folder.origin.resolve()):
+        problems.append(
+            Violation(
+                field="output_dir",
+                rule=f"must be another folder than that of the run with {checkpoint}: a fork is a new run",
+                value=str(folder.root),
+                remedy="Set output_dir=..., or go on with that run with trainer.resume_mode=from_path",
+            )
+        )
+    if total_steps <= state.global_step:
+        name = "trainer.num_steps" if run.algorithm is None else "trainer.total_steps"
+        problems.append(
+            Violation(
+                field=name,
+                rule=f"must be more than the {state.global_step} steps that are done at the checkpoint",
+                value=str(total_steps),
+                remedy=f"Try {name}={2 * max(state.global_step, 1)}",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    changed = {change.setting: change for change in changes}
+    position = _data_position(state, changed, data)
+    fresh_models = _fresh_models(run, checkpoint, changed)
+    notes = [f"forking from {checkpoint}, after step {state.global_step} of {total_steps}; fork.json lists all changes"]
+    notes += [change.line() for change in changes if change.resume is not Resume.FREE]
+    if data != state.data:
+        notes.append(f"the training prompts changed: {state.data.num_prompts} then, {data.num_prompts} now")
+    if position != state.data_position:
+        notes.append(f"the data go on at position {position}, which was {state.data_position}")
+    notes += [f"the {name} begins from its own path, not from the checkpoint" for name in sorted(fresh_models)]
+    notes += _version_changes(state.versions, run.settings)
+    first = LoopState.first(
+        run.algorithm
+    )  # a weight whose setting changed begins anew, even if a controller had moved it
+    return Start(
+        checkpoint=checkpoint,
+        state=replace(
+            state,
+            data_position=position,
+            settled=None,
+            kl_controller=state.kl_controller if changed.keys().isdisjoint(_KL_WEIGHT) else first.kl_controller,
+            entropy_controller=(
+                state.entropy_controller if changed.keys().isdisjoint(_ENTROPY_WEIGHT) else first.entropy_controller
+            ),
+        ),
+        own=False,
+        notes=tuple(notes),
+        fork={
+            "resume_path": run.path,
+            "checkpoint": str(checkpoint),
+            "global_step": state.global_step,
+            "data_position": position,
+            "changed": [change.to_json() for change in changes],
+            "models_anew": sorted(fresh_models),
+        },
+        fresh_models=fresh_models,
+    )
+
+
+def _data_position(state: TrainerState, changed: Mapping[str, Change], data: DataFingerprint) -> int:
+    """The epochs that are done and the share of the current one are kept, rounded down to whole batches. Other prompts
+    begin with their first; prompts count as others where their number differs, not where they are tokenised or worded
+    otherwise."""
+    num_prompts = state.data.num_prompts
+    if data.num_prompts != num_prompts:
+        return 0
+    size = changed.get("trainer.train_batch_size")
+    if size is None:
+        return state.data_position
+    was, now = size.was, int(size.now)
+    if type(was) is not int or was < 1:
+        raise CheckpointError(
+            f"{STATE_FILE}: config.trainer.train_batch_size must be a positive integer; got {shown(was)}"
+        )
+    epoch, place = divmod(state.data_position, max(1, num_prompts // was))
+    return epoch * (num_prompts // now) + place * was // now
+
+
+def _fresh_models(run: ResumeSettings, checkpoint: Path, changed: Mapping[str, Change]) -> frozenset[str]:
+    """A model is kept where the checkpoint has it and its path is the same."""
+    fresh = set()
+    if run.settings.get("critic.model.path") and (
+        "critic.model.path" in changed or not (checkpoint / "critic").is_dir()
+    ):
+        fresh.add("critic")
+    is_held = (checkpoint / "reference").is_dir()
+    if is_held and ("reference.model.path" in changed or run.reference_is_base):
+        fresh.add("reference")
+    return frozenset(fresh)
 
 
 def prepare_run_folder(
@@ -182,7 +304,7 @@ def _prepare(
         why = "" if start.checkpoint else ", which left no checkpoint to go on from or was not asked for"
         notes.append(f"the files of the run that was in {folder.root}{why} are now in {moved}")
     if start.fork is not None:
-        write_json(folder.fork_file, start.fork.record())
+        write_json(folder.fork_file, start.fork)
     elif start.checkpoint is not None and (start.is_fetched or not start.own or not folder.metrics_file.exists()):
         # Without metrics it may have come from a URL, for a run that was killed before it had its record.
         source = start.checkpoint / HISTORY if start.is_fetched or start.own else start.checkpoint.parent.parent
@@ -210,29 +332,6 @@ def _is_same_run(folder: RunFolder, write_config: Callable[[Path], None], plan: 
         return False
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def mark_complete(folder: RunFolder, global_step: int) -> None:
-    """The last act of a run."""
-    write_json(folder.complete_file, {"global_step": global_step})
-
-
-def check_same_run(changes: Sequence[Change], checkpoint: Path) -> list[str]:
-    """Lines about settings that changed and may; raises ConfigError about those that may not, all at once."""
-    refused = [change for change in changes if change.resume in (Resume.FORKS, Resume.FIXED)]
-    if refused:
-        raise ConfigError([change.violation(checkpoint) for change in refused])
-    layout = [change for change in changes if change.resume is Resume.LAYOUT]
-    return [f"{change.line()}: the same training up to rounding" for change in layout]
-
-
-def _missing_resume_path(mode: str) -> Violation:
-    return Violation(
-        field="trainer.resume_path",
-        rule=f"must name a checkpoint or a run's output folder where trainer.resume_mode={mode}",
-        value="''",
-        remedy="try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010",
-    )
 
 
 def _completed_steps(folder: RunFolder) -> int:

@@ -1,4 +1,4 @@
-"""Keeps step capsules while a run trains (`trainers/capsules/record.py` says what is in one).
+"""Keeps step capsules while a run trains (`record.py` says what is in one).
 
 A state is written once, after its step: it is what one capsule ends with and the next begins with. So k capsules take k + 1
 states, and a step's time grows by that of one checkpoint. Everything is written as checkpoints are, whole or not at all.
@@ -30,25 +30,16 @@ from skyrl_train.trainers.capsules.record import (
     BadInput,
     Capsule,
     Refusal,
-    step_name,
     write_batch,
 )
-from skyrl_train.trainers.checkpoints.manifest import sha256_of
+from skyrl_train.trainers.checkpoints.folder import checkpoint_name, sha256_of, write_checkpoint
 from skyrl_train.trainers.checkpoints.state import LoopState, library_versions
-from skyrl_train.trainers.checkpoints.store import write_checkpoint
+from skyrl_train.trainers.observers import StepInputs
 from skyrl_train.types import RolloutBatch
 
 _CODE = Path(__file__).parent
 _MOST_BAD_INPUTS = 100
 """Numbers of rollouts that a capsule names; the others are like them."""
-
-
-class StepInputs:
-    """What is known of the step that is running."""
-
-    rollouts: RolloutBatch | None = None
-    batch: TrainingInputBatch | MiniBatch | None = None
-    """As far as it has come; in supervised training what the optimizer step is taken on."""
 
 
 class CapsuleWriter:
@@ -68,31 +59,31 @@ class CapsuleWriter:
         self._folder, self.keep, self._seed, self._total_steps = folder, keep, seed, total_steps
         self._hold_state, self._console = hold_state, console
 
-    def begin(self, step: int, state: LoopState) -> None:
-        """Keep the `state` after `step` steps, which the first step begins with. Raises SaveError."""
-        if self.keep:
-            self._write_state(step, state)
+    def write_state(self, step: int, state: LoopState) -> None:
+        """Keep the `state` after `step` steps, which the next step begins with. Raises SaveError."""
+        root = self._folder.capsules / STATES
+        write_checkpoint(root, step, self._hold_state(step, state, copies=False).write, self.keep + 1)
 
     def write(
         self, step: int, state: LoopState, batch: TrainingInputBatch | MiniBatch, metrics: Mapping[str, float]
     ) -> None:
         """Keep the capsule of a step that is finished, after which the loop is in `state`, and whose rollouts are on disk.
         Raises SaveError."""
-        self._write_state(step, state)
+        self.write_state(step, state)
+        rollouts = next(iter(sorted(self._folder.rollouts.glob(f"train_{checkpoint_name(step)}.*"))), None)
 
         def write(folder: Path) -> None:
-            self._write_own(folder, step, batch, metrics=metrics, rollouts=self._rollouts(step))
+            self._write_own(folder, step, batch, metrics=metrics, rollouts=rollouts)
 
         write_checkpoint(self._folder.capsules, step, write, self.keep)
-        shutil.rmtree(self._folder.capsules / FAILED / step_name(step), ignore_errors=True)
+        shutil.rmtree(self._folder.capsules / FAILED / checkpoint_name(step), ignore_errors=True)
 
     @contextmanager
-    def failures_kept(self, step: int, state: LoopState) -> Iterator[StepInputs]:
-        """Wrap a step that begins in `state`, and says what it knows. One that is refused for its numbers leaves a capsule,
-        and its error names the command that finds them."""
-        known = StepInputs()
+    def failures_kept(self, step: int, state: LoopState, known: StepInputs) -> Iterator[None]:
+        """Wrap a step that begins in `state`, and says what is `known` of it. One that is refused for its numbers leaves a
+        capsule, and its error names the command that finds them."""
         try:
-            yield known
+            yield
         except (NonFiniteError, BatchError) as error:
             if self._keep_refused(step, state, known, error):
                 root = self._folder.root.absolute()
@@ -121,14 +112,6 @@ class CapsuleWriter:
     def _commit(self) -> str:
         return git_commit(_CODE)
 
-    def _write_state(self, step: int, state: LoopState) -> None:
-        root = self._folder.capsules / STATES
-        write_checkpoint(root, step, self._hold_state(step, state, copies=False).write, self.keep + 1)
-
-    def _rollouts(self, step: int) -> Path | None:
-        found = sorted(self._folder.rollouts.glob(f"train_{step_name(step)}.*"))
-        return found[0] if found else None
-
     def _write_own(
         self,
         folder: Path,
@@ -142,14 +125,16 @@ class CapsuleWriter:
     ) -> None:
         """Write all that is no model."""
         shutil.copyfile(self._folder.config_file, folder / CONFIG_FILE)
-        closed = batch if isinstance(batch, MiniBatch) else None
-        rows = batch.batch if isinstance(batch, MiniBatch) else batch
+        rows, denominators = (batch.batch, batch.denominators) if isinstance(batch, MiniBatch) else (batch, None)
         if rows is not None:
             write_batch(folder / BATCH_FILE, rows)
             used = {span.image.key for spans in rows.metadata.images for span in spans}
             IMAGES.keep(sorted(used), self._folder.images)
         if rollouts is not None:
-            _link(rollouts, folder / rollouts.name)
+            try:
+                os.link(rollouts, folder / rollouts.name)
+            except OSError:  # the disk has no second names for files
+                shutil.copyfile(rollouts, folder / rollouts.name)
         Capsule(
             step=step,
             seed=self._seed,
@@ -162,7 +147,7 @@ class CapsuleWriter:
             refusal=refusal,
             bad_inputs=bad_inputs,
             total_steps=self._total_steps,
-            denominators=None if closed is None else closed.denominators,
+            denominators=denominators,
         ).write(folder)
 
 
@@ -187,11 +172,3 @@ def bad_inputs(rollouts: RolloutBatch | None) -> tuple[BadInput, ...]:
                 if not math.isfinite(value)
             ]
     return tuple(found[:_MOST_BAD_INPUTS])
-
-
-def _link(source: Path, target: Path) -> None:
-    """One file under two names, or a copy where the disk has no such."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
