@@ -7,12 +7,18 @@ if TYPE_CHECKING:
     from skyrl_train.rollout.admission import Admission, AdmissionSettings, Settled
     from skyrl_train.rollout.agent_loop import Episode, Job, Limits, multi_turn
     from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools, with_context
-    from skyrl_train.rollout.checked_engine import CheckedEngine, check_answer, check_failures
+    from skyrl_train.rollout.checked_engine import (
+        CheckedEngine,
+        Listener,
+        check_answer,
+        check_failures,
+        listener,
+        listening,
+    )
     from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.rollout.journal import FILE, Journal, journal_lines
     from skyrl_train.rollout.loop_thread import LoopThread
     from skyrl_train.rollout.row_checks import check_all_rows, checked_prompts
-    from skyrl_train.rollout.token_stream import Listener, listener, listening
 
 __all__ = [
     "FILE",

@@ -11,7 +11,8 @@ import numpy as np
 from skyrl_train.errors import DeadlineError, EngineError, counted
 from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession, StepResult, ToolResult, describe
+from skyrl_train.rollout.boundary import EnvironmentFailed, StepResult, ToolResult, describe
+from skyrl_train.rollout.boundary.session import EnvironmentSession
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.tools.formats import UNREADABLE, Calls, ToolCall, ToolParser, call_messages, recorded_calls
 from skyrl_train.rollout.tools.toolbox import Schema
@@ -129,7 +130,7 @@ class AgentLoop:
             outcome = await self._run_turns()
             metrics = await self._session.metrics()
             return self._trajectory(outcome, metrics={**metrics, **self._counts} if self._tools else metrics)
-        except Broken as broken:
+        except EnvironmentFailed as broken:
             return self._trajectory(Outcome.FAILED, broken=broken)
         finally:
             await self._session.close()
@@ -231,13 +232,13 @@ class AgentLoop:
         own = self._session.own_tools
         if own and self._parse_calls is None:
             rule = "it has tools, and the chat template writes calls in no format that is known"
-            raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{rule}: set environment.tool_format")
+            raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, f"{rule}: set environment.tool_format")
         if not self._job.prompt.tools:
             return (*self._job.tools, *own)
         known = {tool["function"]["name"] for tool in (*self._job.configured_tools, *own)}
         missing = [name for tool in self._job.tools if (name := tool["function"]["name"]) not in known]
         if missing:
-            raise Broken(
+            raise EnvironmentFailed(
                 FailureKind.ENVIRONMENT_ERROR,
                 f"the row offers the tool {missing[0]!r}, which is neither one of environment.tools nor the environment's "
                 f"own; there are {', '.join(sorted(known)) or 'none'}",
@@ -253,7 +254,7 @@ class AgentLoop:
         else:
             prompt = self._chat.first_prompt(messages, self._tools)
         if self._room(prompt) < 1:
-            raise Broken(
+            raise EnvironmentFailed(
                 FailureKind.PROMPT_TOO_LONG,
                 f"the prompt has {counted(len(prompt), 'token')}; generator.max_context_length="
                 f"{self._limits.max_context_length} leaves no room for a response",
@@ -278,15 +279,15 @@ class AgentLoop:
         try:
             return await asyncio.wait_for(self._engine.generate(request), timeout_s)
         except EngineError as error:
-            raise Broken(FailureKind.ENGINE_ERROR, describe(error)) from error
+            raise EnvironmentFailed(FailureKind.ENGINE_ERROR, describe(error)) from error
         except DeadlineError as error:
-            raise Broken(FailureKind.ENGINE_TIMEOUT, describe(error)) from error
+            raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, describe(error)) from error
         except asyncio.TimeoutError:
             message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
-            raise Broken(FailureKind.ENGINE_TIMEOUT, message) from None
+            raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, message) from None
 
     def _trajectory(
-        self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: Broken | None = None
+        self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: EnvironmentFailed | None = None
     ) -> Trajectory:
         return Trajectory(
             prompt_uid=self._job.prompt.uid,

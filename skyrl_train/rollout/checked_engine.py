@@ -1,7 +1,15 @@
-"""What an inference engine answers, and what a recording or a custom agent loop hands in, checked before it is used.
+"""What stands before an inference engine, and what a recording or a custom agent loop hands in, checked before it is used.
 
 Whichever engine answers (Hugging Face, vLLM, a server, a custom one), `CheckedEngine` stands before it, so that no other
-code has to doubt an answer. What is refused fails the one trajectory that asked, with the reason.
+code has to doubt an answer. What is refused fails the one trajectory that asked, with the reason. Before a stream's engine
+stands `JournaledEngine` as well.
+
+Tokens of an answer that is on its way are told to whoever listens while an engine is asked:
+
+    with listening(take):                 take(token ids) is called as they are sampled, on whichever thread that is
+        await engine.generate(request)
+
+An engine that can says them (`listener()`); others say nothing until the whole answer is there, which is what counts.
 """
 
 from __future__ import annotations
@@ -9,8 +17,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import starmap
 from typing import Any
@@ -20,7 +29,8 @@ from numpy.typing import NDArray
 
 from skyrl_train.errors import EngineError, SkyrlTrainError, counted
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.boundary.session import describe
+from skyrl_train.rollout.boundary import describe
+from skyrl_train.rollout.journal import Journal
 from skyrl_train.system.files import shown
 from skyrl_train.telemetry import Activity
 from skyrl_train.types import (
@@ -35,6 +45,26 @@ from skyrl_train.types import (
     VersionRun,
     routing_column,
 )
+
+Listener = Callable[[Sequence[int]], object]
+
+_LISTENER: ContextVar[Listener | None] = ContextVar("token_listener", default=None)
+
+
+def listener() -> Listener | None:
+    """Return who listens to the answer that is being asked for."""
+    return _LISTENER.get(None)
+
+
+@contextmanager
+def listening(take: Listener | None) -> Iterator[None]:
+    """Have `take` told of the answer that is asked for inside; None where nobody may be."""
+    token = _LISTENER.set(take)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +109,36 @@ class CheckedEngine:
             raise EngineError(f"the engine broke over request {request.request_id}: {describe(error)}") from error
         versions = (oldest, self._engine.weight_version)
         return check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=versions)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+
+class JournaledEngine:
+    """Implements `InferenceEngine` by another one, whose answers are in the journal before anybody has them."""
+
+    def __init__(self, engine: InferenceEngine, journal: Journal) -> None:
+        self._engine, self._journal = engine, journal
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that answer now."""
+        return self._engine.weight_version
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Announce a trajectory."""
+        return self._engine.lease()
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Raises as the engine does; SaveError."""
+        known = self._journal.turn(request)
+        if known is not None:
+            return known
+        with listening(None):  # nobody may act on tokens that the journal might lose
+            output = await self._engine.generate(request)
+        await self._journal.keep_turn(request, output)
+        return output
 
     def close(self) -> None:
         """Close the engine."""

@@ -24,16 +24,22 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine, ReportsMetrics
 from skyrl_train.parts import AGENT_LOOPS
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
-from skyrl_train.rollout.boundary.session import Environments, EnvironmentSession, ToolSettings
+from skyrl_train.rollout.boundary import Environments, ToolSettings
+from skyrl_train.rollout.boundary.session import EnvironmentSession, Restarted
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
-from skyrl_train.rollout.checked_engine import FIRST_FEW, CheckedEngine, check_failures, checked_trajectory
+from skyrl_train.rollout.checked_engine import (
+    FIRST_FEW,
+    CheckedEngine,
+    JournaledEngine,
+    check_failures,
+    checked_trajectory,
+)
 from skyrl_train.rollout.envs.environments import check_environment, check_rows, environment_of, uses_processes
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.hosts.processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.hosts.scoring import Rewards
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEngine, JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.rollout.tools.formats import ToolParser
 from skyrl_train.rollout.tools.toolbox import Schema, starts_servers, tool_schemas
@@ -364,7 +370,8 @@ class RolloutGenerator:
             extras,
             name=env_class.rpartition(":")[2],
             tools=ToolSettings(specs=task.environment.tools, max_result_chars=task.environment.max_tool_result_chars),
-            wrap=lambda handle: handle if journal is None else JournaledEnvironment(handle, journal, job.name),
+            journal=journal,
+            trajectory=job.name,
         )
         return Episode(
             job=job,

@@ -8,7 +8,7 @@ One file of JSON lines, in the order in which things happened:
     {"turn": "stream-5-000000-0001-000", "of": "9c1d...",    an answer of the engine to the request `of`
      "tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop": "stop", "versions": [[0, 1]]}
     {"call": "stream-5-000000-0001", "of": "77ab...",        an answer of an environment to the call `of`, and how it may be
-     "value": {...}, "resume": {"state": {"turns": 1}}}      brought back to where it is then (`journaled.py`)
+     "value": {...}, "resume": {"state": {"turns": 1}}}      brought back to where it is then (`boundary/session.py`)
     {"restart": "stream-5-000000-0001", "reason": "..."}     it could not be: the calls before are of no use
     {"group": 5, "trajectories": [...]}                      all samples of group 5 (see `telemetry/records/log.py`)
     {"batch": 1, "groups": [3, 5], "dropped": {"4": "stale"}}  what the learner trained on at version 1
@@ -61,6 +61,11 @@ from skyrl_train.types import (
     encode_routing,
 )
 
+DECLARED_METRICS = """
+stream/resumed_{whole,state,replay} | count | Environments of a run before that came back so. | after a resumed stream
+stream/restarted_<reason> | count | Those that did not, whose trajectory began anew. | after a resumed stream
+"""
+
 FILE = "journal.jsonl"
 _CLOSE_TIMEOUT_S = 30.0
 _HEAD = re.compile(rb'\{"(\w+)": "?([^",]*)')
@@ -77,7 +82,7 @@ class Call:
     """Digest of the call."""
     value: Any
     resume: Mapping[str, Any]
-    """As in `env_boundary.Answer`."""
+    """As in `boundary.Answer`."""
 
 
 class Journal:

@@ -23,12 +23,11 @@ from skyrl_train.data import PromptColumns, load_prompts
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.parts import ENVIRONMENTS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.boundary.session import CHECK_ROWS
+from skyrl_train.rollout.boundary import CHECK_ROWS, plain
 from skyrl_train.rollout.envs.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.hosts.processes import WorkerEnded
 from skyrl_train.rollout.hosts.scoring import check_reward_columns
-from skyrl_train.rollout.plain_data import plain
 from skyrl_train.system import in_time
 from skyrl_train.types import Prompt
 

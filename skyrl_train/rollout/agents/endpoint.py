@@ -15,16 +15,13 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.rollout.agents.chat_wire import Answered, Asked, chat_completion, chat_events, read_chat
 from skyrl_train.rollout.agents.http_server import HttpAnswer, HttpRequest, HttpServer, RequestError
-from skyrl_train.rollout.agents.messages_wire import anthropic_events, anthropic_message, read_messages
-from skyrl_train.rollout.agents.responses_wire import read_response, response, response_events
-from skyrl_train.rollout.agents.session import Origin, Session
-from skyrl_train.rollout.agents.streaming import Events, Progress, begun
+from skyrl_train.rollout.agents.session import Origin, Progress, Session
+from skyrl_train.rollout.agents.wires import WIRES, ChatReply, Events
 from skyrl_train.system.files import parse_json
 
 LOOPBACK = "127.0.0.1"
@@ -32,29 +29,11 @@ MODEL = "policy"
 """The name that the endpoint gives its model."""
 _NO_KEY = "the key must be the session's: Authorization: Bearer KEY, or x-api-key: KEY, or in the address, /s/KEY/v1"
 _BYTES_OF_CHARACTER = 6  # the most in JSON: an escape
+COMMENT = ": the answer is on its way\n\n"
+"""Said in a stream between events, which keeps clients that wait for bytes from giving up."""
 _ROOM_BESIDE_TEXTS = 1 << 20
 """Bytes of a body, for all that is no text of a prompt."""
 _IN_PATH = re.compile(r"/s/([\w-]*)(/.*)?")
-
-
-@dataclass(frozen=True)
-class _Api:
-    """How one kind of request is read and answered."""
-
-    read: Callable[[Mapping[str, Any]], Asked]
-    whole: Callable[[Answered, Mapping[str, Any]], Mapping[str, Any]]
-    events: Callable[[Progress, Mapping[str, Any]], Events]
-
-
-_APIS: Mapping[str, _Api] = {
-    "/v1/chat/completions": _Api(read_chat, chat_completion, lambda begun, body: chat_events(begun.number, body)),
-    "/v1/responses": _Api(read_response, response, lambda begun, body: response_events(begun.number, body)),
-    "/v1/messages": _Api(
-        read_messages,
-        anthropic_message,
-        lambda begun, body: anthropic_events(begun.number, body, begun.prompt_tokens),
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +90,9 @@ class _Endpoint:
             _check_method(request.method, path, "GET")
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "skyrl_train"}
             return HttpAnswer(body=json.dumps(model if path.endswith(MODEL) else _list_of(model)))
-        api = _APIS.get(path)
-        if api is None:
-            known = ", ".join(["/v1/models", *_APIS])
+        wire = WIRES.get(path)
+        if wire is None:
+            known = ", ".join(["/v1/models", *WIRES])
             raise RequestError(f"there is nothing at this path; there are {known}", status=404)
         _check_method(request.method, path, "POST")
         body, digest = _body_of(request, path)
@@ -122,16 +101,16 @@ class _Endpoint:
             key=request.headers.get("idempotency-key", ""),
             attempt=_attempt_of(request),
         )
-        asked = api.read(body)
+        asked = wire.read(body)
         if body.get("stream") is True:
             events = await begun(
                 lambda progress: session.ask(asked, origin, body, progress),
-                lambda progress: api.events(progress, body),
+                lambda progress: wire.events(progress.number, body, progress.prompt_tokens),
                 session.deliver,
             )
             return HttpAnswer(pieces=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         answered = await session.ask(asked, origin, body)
-        return HttpAnswer(body=json.dumps(api.whole(answered, body)), on_sent=lambda: session.deliver(answered))
+        return HttpAnswer(body=json.dumps(wire.whole(answered, body)), on_sent=lambda: session.deliver(answered))
 
 
 _OPEN: dict[tuple[asyncio.AbstractEventLoop, str], _Endpoint] = {}
@@ -159,6 +138,49 @@ async def opened(session: Session, host: str = LOOPBACK) -> AsyncIterator[Addres
             endpoint.server.close()
             if _OPEN.get(place) is endpoint:
                 del _OPEN[place]
+
+
+async def begun(
+    ask: Callable[[Progress], Awaitable[ChatReply]],
+    word: Callable[[Progress], Events],
+    deliver: Callable[[ChatReply], None],
+) -> AsyncGenerator[str, None]:
+    """Return the events of an answer once there is something to tell, or nothing to tell for so long that something must be
+    said. Raises RequestError for what is refused before that. `deliver` is called when the end of the answer is taken."""
+    progress = Progress()
+    asking = asyncio.ensure_future(ask(progress))
+    asking.add_done_callback(lambda _: progress.changed.set())
+    try:
+        await progress.change()
+        if asking.done():
+            await asking
+    except BaseException:
+        asking.cancel()
+        raise
+    return _events(asking, progress, word(progress), deliver)
+
+
+async def _events(
+    asking: asyncio.Future[ChatReply], progress: Progress, events: Events, deliver: Callable[[ChatReply], None]
+) -> AsyncGenerator[str, None]:
+    told = 0
+    try:
+        yield next(events)
+        while not asking.done():
+            if len(progress.text) > told:
+                piece, told = progress.text[told:], len(progress.text)
+                yield events.send(piece)
+            elif not await progress.change():
+                yield COMMENT
+        try:
+            answered = await asking
+        except RequestError as error:  # the status has been sent
+            yield f"event: error\ndata: {json.dumps({'type': 'error', 'error': error.body})}\n\n"
+            return
+        deliver(answered)
+        yield events.send(answered)
+    finally:
+        asking.cancel()
 
 
 def _key_in(headers: Mapping[str, str]) -> str:

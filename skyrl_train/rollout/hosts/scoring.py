@@ -21,9 +21,9 @@ from skyrl_train.config.environment import OWN_REWARD, RewardEntry, has_own_rewa
 from skyrl_train.data import names_of, near_column
 from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError, Violation
 from skyrl_train.registry import PartSpec, part_name, split_spec
-from skyrl_train.rollout.boundary.session import (
+from skyrl_train.rollout.boundary import (
     OF_REWARDS,
-    Broken,
+    EnvironmentFailed,
     Environments,
     check_reward,
     check_scores,
@@ -33,8 +33,8 @@ from skyrl_train.rollout.boundary.session import (
 from skyrl_train.rollout.envs.environments import uses_processes
 from skyrl_train.rollout.hosts.local import IMPORT_DEADLINE_S, LocalWorkers, WorkerSettings, check_arguments
 from skyrl_train.rollout.rewards import HeldReward
-from skyrl_train.rollout.rewards.peer_rewards import SCORE
 from skyrl_train.rollout.rewards.reward_functions import (
+    SCORE,
     RewardFacts,
     call_reward_here,
     reward_facts,
@@ -83,7 +83,11 @@ class Rewards:
             if self._form(entry) == "each" or not left:
                 continue
             answers = await self._ask(entry, prompt, [scored[index] for index in left], global_step)
-            if self._form(entry) == "batched" and len(left) > 1 and all(isinstance(one, Broken) for one in answers):
+            if (
+                self._form(entry) == "batched"
+                and len(left) > 1
+                and all(isinstance(one, EnvironmentFailed) for one in answers)
+            ):
                 alone = await asyncio.gather(
                     *(self._ask(entry, prompt, [scored[index]], global_step) for index in left)
                 )
@@ -97,7 +101,7 @@ class Rewards:
         if trajectory.failed or trajectory.rewards or not trajectory.turns:
             return trajectory
         names = ", ".join(entry.name for entry in self._entries)
-        broken = Broken(FailureKind.NOT_SCORED, f"none of its rewards applies: {names} returned None")
+        broken = EnvironmentFailed(FailureKind.NOT_SCORED, f"none of its rewards applies: {names} returned None")
         failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
         return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
 
@@ -112,7 +116,7 @@ class Rewards:
 
     async def _ask(
         self, entry: RewardEntry, prompt: Prompt, trajectories: Sequence[Trajectory], global_step: int | None = None
-    ) -> Sequence[Score | Broken]:
+    ) -> Sequence[Score | EnvironmentFailed]:
         """Return what the function says of each trajectory, or why it says nothing."""
         num_values = None if self._form(entry) == "each" else len(trajectories)
         row, samples = _facts_of_prompt(prompt), [_facts_of_trajectory(prompt, one) for one in trajectories]
@@ -131,33 +135,35 @@ class Rewards:
             finally:
                 handle.release()
             return check_scores(answer, source=entry.name, num_samples=len(trajectories))
-        except Broken as error:
+        except EnvironmentFailed as error:
             kind, said = OF_REWARDS.get(error.kind, error.kind), error.message
-            broken = Broken(kind, said if said.startswith(entry.name) else f"{entry.name}: {said}")
+            broken = EnvironmentFailed(kind, said if said.startswith(entry.name) else f"{entry.name}: {said}")
         except asyncio.TimeoutError as error:
-            broken = Broken(FailureKind.REWARD_TIMEOUT, f"{entry.name}: {describe(error)}")
+            broken = EnvironmentFailed(FailureKind.REWARD_TIMEOUT, f"{entry.name}: {describe(error)}")
         except Exception as error:
-            broken = Broken(FailureKind.REWARD_ERROR, f"{entry.name}: {describe(error)}")
+            broken = EnvironmentFailed(FailureKind.REWARD_ERROR, f"{entry.name}: {describe(error)}")
         return [broken] * len(trajectories)
 
 
-def _with_score(trajectory: Trajectory, entry: RewardEntry, answer: Score | Broken, facts: RewardFacts) -> Trajectory:
+def _with_score(
+    trajectory: Trajectory, entry: RewardEntry, answer: Score | EnvironmentFailed, facts: RewardFacts
+) -> Trajectory:
     """Return the trajectory with one more reward, whose weighted value goes to its last turn; failed where there is none.
     TRL's None leaves the others to score it."""
     if trajectory.failed or (answer is None and facts.convention == "trl"):
         return trajectory
     try:
-        if isinstance(answer, Broken):
+        if isinstance(answer, EnvironmentFailed):
             raise answer
         if answer is None:
-            raise Broken(FailureKind.NOT_SCORED, f"{entry.name} returned None: not scored")
+            raise EnvironmentFailed(FailureKind.NOT_SCORED, f"{entry.name} returned None: not scored")
         if facts.convention == "verl" and isinstance(answer, Mapping) and not isinstance(entry.weight, Mapping):
             answer = _of_verl(entry, answer)
             entry = replace(entry, weight={entry.name: entry.weight})
         rewards, value = _components(trajectory, entry, answer, facts)
         last = trajectory.turns[-1]
         last = replace(last, reward=check_reward(last.reward + value, source=entry.name))
-    except Broken as broken:
+    except EnvironmentFailed as broken:
         failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
         return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
     return replace(trajectory, turns=(*trajectory.turns[:-1], last), rewards={**trajectory.rewards, **rewards})
@@ -165,18 +171,18 @@ def _with_score(trajectory: Trajectory, entry: RewardEntry, answer: Score | Brok
 
 def _of_verl(entry: RewardEntry, score: Mapping[str, float]) -> dict[str, float]:
     """Return what a mapping of verl's says by the names that its numbers get here: its score is the reward, others are
-    reported. Raises Broken where there is no score."""
+    reported. Raises EnvironmentFailed where there is no score."""
     if SCORE not in score:
         message = f"{entry.name} returned {', '.join(score)} and no {SCORE!r}, which is the reward in verl's signature"
-        raise Broken(FailureKind.INVALID_REWARD, message)
+        raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
     return {entry.name if name == SCORE else f"{entry.name}_{name}": value for name, value in score.items()}
 
 
 def _components(
     trajectory: Trajectory, entry: RewardEntry, score: float | Mapping[str, float], facts: RewardFacts
 ) -> tuple[Mapping[str, float], float]:
-    """Return a function's rewards by name, and their weighted sum. Raises Broken where names do not fit, or a value is
-    outside the range that the function declares."""
+    """Return a function's rewards by name, and their weighted sum. Raises EnvironmentFailed where names do not fit, or a
+    value is outside the range that the function declares."""
     rewards = score if isinstance(score, Mapping) else {entry.name: score}
     counted = {f"{entry.name}_{name}": rewards[name] for name in facts.counts if name in rewards}
     if facts.counts:
@@ -186,7 +192,7 @@ def _components(
         weights: Mapping[str, float] = entry.weight
         if missing := [name for name in weights if name not in rewards]:
             message = f"{entry.name} returned no {', '.join(missing)}, which {entry.setting}.weight names"
-            raise Broken(FailureKind.INVALID_REWARD, message)
+            raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
     else:
         weights = dict.fromkeys(rewards, entry.weight)
     low, high = facts.range or (-math.inf, math.inf)
@@ -194,10 +200,10 @@ def _components(
         if not low <= rewards[name] <= high:
             said = f"{entry.name} returned {name}={rewards[name]!r}"
             message = f"{said}, outside the range {low:g} to {high:g} that it declares"
-            raise Broken(FailureKind.INVALID_REWARD, message)
+            raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
     if twice := [name for name in rewards if name in trajectory.rewards]:
         message = f"{entry.name} returned {', '.join(twice)}, and another reward has that name"
-        raise Broken(FailureKind.INVALID_REWARD, message)
+        raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
     return {**rewards, **counted}, sum(weight * rewards[name] for name, weight in weights.items())
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from skyrl_train.registry import at_breakpoint
-from skyrl_train.rollout.boundary.session import MAX_WORKERS, AroundCalls, Request, describe, late
+from skyrl_train.rollout.boundary import MAX_WORKERS, AroundCalls, Request, describe, late
 from skyrl_train.rollout.hosts.hosted import HostedEnvironment
 
 T = TypeVar("T")
@@ -108,6 +108,7 @@ class ThreadEnvironments:
     run. Asynchronous environments need no thread: they run on the loop that asks, any number at a time.
     """
 
+    may_lose_environments = False
     given_up = "their threads were given up"
 
     def __init__(self, *, num_workers: int | None, timeout_s: float, around: AroundCalls = nullcontext) -> None:
@@ -130,7 +131,7 @@ class ThreadEnvironments:
         """Runs `function` on a thread.
 
         `if_late` runs on that thread after a call that exceeded its deadline returned at last. Raises what `function`
-        raises, or Broken (environment_timeout) naming `what`.
+        raises, or EnvironmentFailed (environment_timeout) naming `what`.
         """
         async with self._slots:
             worker = self._idle.pop() if self._idle else self._new_worker()

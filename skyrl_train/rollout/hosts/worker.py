@@ -35,7 +35,7 @@ from typing import Any, TextIO
 
 from skyrl_train.parts import TOOLS
 from skyrl_train.registry import split_spec
-from skyrl_train.rollout.boundary.session import Answer
+from skyrl_train.rollout.boundary import Answer
 from skyrl_train.rollout.envs.environments import (
     environment_violations,
     is_asynchronous,

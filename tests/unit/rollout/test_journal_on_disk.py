@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.rollout.admission import Closed
+from skyrl_train.rollout.checked_engine import JournaledEngine
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEngine
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.fakes import FakeEngine, make_prompts
 from tests.support.fakes_trainer import make_trajectory

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.boundary.session import Broken, Environments, EnvironmentSession, StepResult
+from skyrl_train.rollout.boundary import EnvironmentFailed, Environments, EnvironmentSession, StepResult
+from skyrl_train.rollout.boundary.session import Restarted
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.telemetry.records import FAILED
 from skyrl_train.types import Failure, FailureKind, Outcome, Trajectory
@@ -65,7 +65,8 @@ class Runs:
             f"tests.support.fakes_resumable:{self._spec}",
             self._extras,
             self._spec,
-            wrap=lambda handle: JournaledEnvironment(handle, self.journal, NAME),
+            journal=self.journal,
+            trajectory=NAME,
         )
 
 
@@ -184,7 +185,7 @@ def test_a_state_that_cannot_be_kept_fails_the_trajectory(
     tmp_path: Path, loop: LoopThread, state: Any, told: str
 ) -> None:
     runs = Runs(tmp_path, threads(), "WithState", loop, state=state)
-    with pytest.raises(Broken, match=told):
+    with pytest.raises(EnvironmentFailed, match=told):
         runs.begin()
     runs.close()
 

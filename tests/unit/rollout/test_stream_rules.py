@@ -21,10 +21,9 @@ from skyrl_train.data import Curriculum
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.rollout.admission import AdmissionSettings, Settled
 from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream.replay import ReplayGenerator
-from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken
+from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken, distinct, rollouts_of
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.support.fakes import FakeEngine, FakeEnvironment, done_with, make_prompts, make_tokenizer
 from tests.support.fakes_trainer import make_trajectory, make_turn
