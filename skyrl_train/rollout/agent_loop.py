@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from skyrl_train.errors import DeadlineError, EngineError, counted
 from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.boundary import EnvironmentFailed, StepResult, ToolResult, describe
+from skyrl_train.rollout.boundary import EnvironmentFailed, StepResult, ToolResult, describe, environment_error
 from skyrl_train.rollout.boundary.session import EnvironmentSession
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.tools.formats import UNREADABLE, Calls, ToolCall, ToolParser, call_messages, recorded_calls
@@ -100,6 +101,35 @@ class Episode:
     limits: Limits
     parse_calls: ToolParser | None = None
     """Reads the calls in a response; None where no format is known."""
+
+
+async def ask_engine(engine: InferenceEngine, request: GenerationRequest, timeout_s: float) -> GenerationOutput:
+    """Return the engine's answer. Raises EnvironmentFailed where it breaks, or does not answer in time."""
+    try:
+        return await asyncio.wait_for(engine.generate(request), timeout_s)
+    except EngineError as error:
+        raise EnvironmentFailed(FailureKind.ENGINE_ERROR, describe(error)) from error
+    except DeadlineError as error:
+        raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, describe(error)) from error
+    except asyncio.TimeoutError:
+        message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
+        raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, message) from None
+
+
+def turn_of(output: GenerationOutput, text: str, parent: int | None, added: TokenIds, **facts: Any) -> Turn:
+    """Return the turn in which `output`, whose response is `text`, was sampled after a prompt that adds `added` to `parent`;
+    `facts` are further fields of it."""
+    return Turn(
+        parent=parent,
+        added_token_ids=added,
+        response_token_ids=np.array(output.token_ids, dtype=np.int32),
+        response_logprobs=np.array(output.logprobs, dtype=np.float32),
+        response_text=text,
+        stop_reason=output.stop_reason,
+        weight_versions=output.weight_versions,
+        routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
+        **facts,
+    )
 
 
 async def multi_turn(episode: Episode) -> Trajectory:
@@ -232,16 +262,15 @@ class AgentLoop:
         own = self._session.own_tools
         if own and self._parse_calls is None:
             rule = "it has tools, and the chat template writes calls in no format that is known"
-            raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, f"{rule}: set environment.tool_format")
+            raise environment_error(f"{rule}: set environment.tool_format")
         if not self._job.prompt.tools:
             return (*self._job.tools, *own)
         known = {tool["function"]["name"] for tool in (*self._job.configured_tools, *own)}
         missing = [name for tool in self._job.tools if (name := tool["function"]["name"]) not in known]
         if missing:
-            raise EnvironmentFailed(
-                FailureKind.ENVIRONMENT_ERROR,
+            raise environment_error(
                 f"the row offers the tool {missing[0]!r}, which is neither one of environment.tools nor the environment's "
-                f"own; there are {', '.join(sorted(known)) or 'none'}",
+                f"own; there are {', '.join(sorted(known)) or 'none'}"
             )
         return self._job.tools
 
@@ -275,16 +304,7 @@ class AgentLoop:
             seed=self._job.request_seed(turn_index),
             images=self._images,
         )
-        timeout_s = self._limits.request_timeout_s
-        try:
-            return await asyncio.wait_for(self._engine.generate(request), timeout_s)
-        except EngineError as error:
-            raise EnvironmentFailed(FailureKind.ENGINE_ERROR, describe(error)) from error
-        except DeadlineError as error:
-            raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, describe(error)) from error
-        except asyncio.TimeoutError:
-            message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
-            raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, message) from None
+        return await ask_engine(self._engine, request, self._limits.request_timeout_s)
 
     def _trajectory(
         self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: EnvironmentFailed | None = None
@@ -315,18 +335,10 @@ class AgentLoop:
         calls: Sequence[Mapping[str, object]],
     ) -> None:
         parent, added = find_parent(self._turns, prompt, self._images)
-        turn = Turn(
-            parent=parent,
-            added_token_ids=added,
-            response_token_ids=np.array(output.token_ids, dtype=np.int32),
-            response_logprobs=np.array(output.logprobs, dtype=np.float32),
-            response_text=text,
-            reward=result.reward,
-            observations=tuple(result.observations),
-            tool_calls=recorded_calls(calls),
-            stop_reason=output.stop_reason,
-            weight_versions=output.weight_versions,
-            routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
-            images=between(self._images, len(prompt) - len(added), len(prompt)),
-        )
-        self._turns.append(turn)
+        facts = {
+            "reward": result.reward,
+            "observations": tuple(result.observations),
+            "tool_calls": recorded_calls(calls),
+            "images": between(self._images, len(prompt) - len(added), len(prompt)),
+        }
+        self._turns.append(turn_of(output, text, parent, added, **facts))

@@ -25,9 +25,9 @@ from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.images import ImageSpans, expanded
 from skyrl_train.parts import ENVIRONMENTS, TOOLS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.boundary import EnvironmentFailed, describe
+from skyrl_train.rollout.boundary import EnvironmentFailed, describe, invalid_observation
 from skyrl_train.rollout.tools.toolbox import Schema
-from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, Tokenizer, token_ids
+from skyrl_train.types import ChatMessage, Prompt, TokenIds, Tokenizer, token_ids
 
 _QUESTION = "1"
 _ANSWERS = (("2", "3"), ("b", "c"), ("yes", "no"))
@@ -78,9 +78,7 @@ class ChatTokens:
         try:
             return token_ids(self._render(messages, tools=tools, add_generation_prompt=True))
         except Exception as error:
-            raise EnvironmentFailed(
-                FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
-            ) from error
+            raise invalid_observation(f"the chat template refused the messages: {describe(error)}") from error
 
     def data_prompt(self, prompt: Prompt, tools: Sequence[Schema] = ()) -> TokenIds:
         """Return the `first_prompt` of a data row, with `tools`, or those of its own. Raises DataError naming the row that
@@ -127,9 +125,7 @@ class ChatTokens:
             try:
                 delta = self._delta(*(json.dumps(each) for each in (said, observations, tools)))
             except Exception as error:
-                raise EnvironmentFailed(
-                    FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
-                ) from error
+                raise invalid_observation(f"the chat template refused the messages: {describe(error)}") from error
             if delta is not None:
                 after_turn, opening = delta
                 added = np.array([*response, *_missing(after_turn, response), *opening], dtype=np.int32)
@@ -142,14 +138,12 @@ class ChatTokens:
         if self._images is None or self.is_text:
             if references_in(messages):
                 lacks = "there is no chat template" if self.is_text else "the model reads none"
-                raise EnvironmentFailed(
-                    FailureKind.INVALID_OBSERVATION, f"an environment or a tool showed an image, and {lacks}"
-                )
+                raise invalid_observation(f"an environment or a tool showed an image, and {lacks}")
             return list(messages)
         try:
             return self._images.with_references(messages)
         except DataError as error:
-            raise EnvironmentFailed(FailureKind.INVALID_OBSERVATION, str(error)) from error
+            raise invalid_observation(str(error)) from error
 
     def images_in(self, prompt: TokenIds, messages: Sequence[ChatMessage], start: int = 0) -> ImageSpans:
         """Return where the images of `messages`, whose tokens begin at `start`, stand in a prompt. Raises EnvironmentFailed
@@ -159,7 +153,7 @@ class ChatTokens:
         try:
             return self._images.spans(prompt, messages, start)
         except (ValueError, DataError) as error:
-            raise EnvironmentFailed(FailureKind.INVALID_OBSERVATION, describe(error)) from error
+            raise invalid_observation(describe(error)) from error
 
     @functools.cached_property
     def longest_token(self) -> int:

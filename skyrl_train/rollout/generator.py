@@ -150,7 +150,7 @@ class RolloutGenerator:
         self._check_rows(prompts)
         hosts = [task.hosts for task in self._tasks.values()]
         before = [(each.num_given_up, each.num_close_failures) for each in hosts]
-        trajectories = self.thread.run(self._run_prompts(prompts, n_samples_per_prompt, sampling, global_step, purpose))
+        trajectories = self.thread.run(self._run_all(prompts, n_samples_per_prompt, sampling, global_step, purpose))
         for each, (hung, unclosed) in zip(hosts, before):
             if each.num_given_up > hung:
                 logger.warning("%d environment calls hung; %s", each.num_given_up - hung, each.given_up)
@@ -206,33 +206,22 @@ class RolloutGenerator:
         self.thread.close()
 
     def _host(self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None) -> _Task:
-        hosts = self._host_environments(environment, workers, log)
-        return _Task(environment, hosts, Rewards(environment, hosts), tool_schemas(environment.tools))
-
-    def _host_environments(
-        self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None
-    ) -> Environments:
         timeout_s, waits = environment.step_timeout_s, self.activity.environment
-        if not uses_processes(environment):
+        hosts: Environments
+        if uses_processes(environment):
+            host, most = workers or LocalWorkers(WorkerSettings.of(environment, log=log)), most_workers(environment)
+            hosts = ProcessEnvironments(host, num_workers=most, timeout_s=timeout_s, around=waits)
+            # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
+            self.thread.begin(host.ready())
+        else:
             if environment.env_class is not None:
                 check_environment(environment.env_class)
-            return ThreadEnvironments(num_workers=environment.num_workers, timeout_s=timeout_s, around=waits)
-        host = workers or LocalWorkers(WorkerSettings.of(environment, log=log))
-        most = most_workers(environment)
-        processes = ProcessEnvironments(host, num_workers=most, timeout_s=timeout_s, around=waits)
-        # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
-        self.thread.begin(processes.prepare())
-        return processes
+            hosts = ThreadEnvironments(num_workers=environment.num_workers, timeout_s=timeout_s, around=waits)
+        return _Task(environment, hosts, Rewards(environment, hosts), tool_schemas(environment.tools))
 
     def _check_rows(self, prompts: Sequence[Prompt]) -> None:
         for name, task in self._tasks.items():
             check_rows([prompt for prompt in prompts if prompt.dataset == name], task.environment)
-
-    async def _run_prompts(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
-    ) -> list[Trajectory]:
-        # Prompts become tokens on the loop's thread alone: tokenizers are not for several threads at once.
-        return await self._run_all(self._jobs(prompts, n_samples, sampling, global_step, purpose), n_samples)
 
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
@@ -277,7 +266,11 @@ class RolloutGenerator:
             changes.pop("temperature", None)
         return replace(sampling, **changes)
 
-    async def _run_all(self, jobs: Sequence[Job], n_samples: int) -> list[Trajectory]:
+    async def _run_all(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
+    ) -> list[Trajectory]:
+        # Prompts become tokens on the loop's thread alone: tokenizers are not for several threads at once.
+        jobs = self._jobs(prompts, n_samples, sampling, global_step, purpose)
         with contextlib.ExitStack() as all_leases:
             runs: list[Coroutine[Any, Any, Trajectory]] = []
             complete: list[tuple[Prompt, Trajectory]] = []
@@ -325,40 +318,27 @@ class RolloutGenerator:
         complete: list[tuple[Prompt, Trajectory]],
         journal: Journal | None = None,
     ) -> Trajectory:
-        """Return what `_run_one` does; the job's group is in flight until then."""
+        """Return the job's trajectory, which is appended to what is `complete` as well, with a `journal` going on where a
+        run before was. The job's group is in flight until then."""
         is_eval = job.purpose == "eval"
         with self.activity.trajectory((is_eval, job.global_step, job.prompt_index), is_timed=not is_eval):
-            return await self._run_one(job, lease, complete, journal)
-
-    async def _run_one(
-        self,
-        job: Job,
-        lease: contextlib.ExitStack,
-        complete: list[tuple[Prompt, Trajectory]],
-        journal: Journal | None,
-    ) -> Trajectory:
-        """Return the job's trajectory, which is appended to what is `complete` as well."""
-        with lease:
-            trajectory = await self._play(job, journal)
-            if not isinstance(trajectory, Trajectory):
-                kind = type(trajectory).__name__
-                raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
-            checked = checked_trajectory(
-                trajectory,
-                vocabulary_size=self._vocabulary_size,
-                max_context_length=self._limits.max_context_length,
-            )
-        # The engine waits for leased trajectories alone: it goes on while this one is scored.
-        scored = await self._tasks[job.prompt.dataset].rewards.score(job.prompt, checked)
+            with lease:
+                try:
+                    trajectory = await self._agent_loop(self._episode(job, journal))
+                except Restarted:  # once at most: the journal has nothing left that could be refused
+                    trajectory = await self._agent_loop(self._episode(job, journal))
+                if not isinstance(trajectory, Trajectory):
+                    kind = type(trajectory).__name__
+                    raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
+                checked = checked_trajectory(
+                    trajectory,
+                    vocabulary_size=self._vocabulary_size,
+                    max_context_length=self._limits.max_context_length,
+                )
+            # The engine waits for leased trajectories alone: it goes on while this one is scored.
+            scored = await self._tasks[job.prompt.dataset].rewards.score(job.prompt, checked)
         complete.append((job.prompt, scored))
         return scored
-
-    async def _play(self, job: Job, journal: Journal | None) -> object:
-        """Return what the agent loop makes of the job, with a `journal` going on where a run before was."""
-        try:
-            return await self._agent_loop(self._episode(job, journal))
-        except Restarted:  # once at most: the journal has nothing left that could be refused
-            return await self._agent_loop(self._episode(job, journal))
 
     def _episode(self, job: Job, journal: Journal | None) -> Episode:
         task = self._tasks[job.prompt.dataset]

@@ -4,7 +4,8 @@ NAME is an installed taskset, as in `verifiers`. A row's column `task` is the in
 model is shown the task's own prompt, whatever the row's is. verifiers runs the environment's loop, its tools and its
 rewards in the worker process, and asks the trajectory for the model's answers (`inverted_chat.py`).
 
-In place of its harness `null`, for which verifiers would start a program for each turn, the same chat loop runs in the worker
+In place of its harness `null`, for which verifiers would start a program for each turn, the same chat loop runs in the
+worker
 process: it asks for answers, calls the tools that it is answered with, by verifiers' own connections, and is over at an
 answer without calls. verifiers finds a harness by the name of a module, which `known_harness` makes.
 """

@@ -160,13 +160,8 @@ class HttpServer:
     async def _answer(self, request: HttpRequest, incoming: _Incoming) -> HttpAnswer | None:
         """Return the answer to a request; None where whoever asked has gone, or no answer came."""
         answering = asyncio.ensure_future(self._handle(request))
-        watching = asyncio.ensure_future(incoming.look_ahead())
         try:
-            await asyncio.wait({answering, watching}, timeout=_ANSWER_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and incoming.is_over():
-                return None
-            await asyncio.wait({answering}, timeout=_ANSWER_WITHIN_S)
-            return await answering if answering.done() else None
+            return await answering if await incoming.stays_for(answering) else None
         except RequestError as error:
             return HttpAnswer.of(error)
         except Exception:
@@ -174,8 +169,7 @@ class HttpServer:
             return HttpAnswer.of(RequestError("the server broke over this request; its log says why", status=500))
         finally:
             answering.cancel()
-            watching.cancel()
-            await asyncio.gather(answering, watching, return_exceptions=True)
+            await asyncio.gather(answering, return_exceptions=True)
 
 
 class _InFlight:
@@ -186,18 +180,13 @@ class _InFlight:
         self._released = asyncio.Event()
 
     async def hold(self, client: str, size: int) -> Callable[[], None]:
-        """Wait until there is room for a body, and return what gives it back. Idempotent, that is. Raises RequestError where
-        none comes."""
+        """Wait until there is room for a body, and return what gives it back. Idempotent, that is."""
         size = size if size > _SMALL_BODY_BYTES else 0
         while size and (
             self._held[client] + size > _MAX_BYTES_IN_FLIGHT // 4 or self._held.total() + size > _MAX_BYTES_IN_FLIGHT
         ):
             self._released.clear()
-            try:
-                await asyncio.wait_for(self._released.wait(), _BODY_WITHIN_S)
-            except asyncio.TimeoutError:
-                message = f"other requests left no room for this one within {_BODY_WITHIN_S:g} s; ask again"
-                raise RequestError(message, status=503) from None
+            await self._released.wait()
         left = Counter({client: size})
         self._held += left
 
@@ -235,6 +224,18 @@ class _Incoming:
                 self._ahead = b""
             self._has_ended = not self._ahead
 
+    async def stays_for(self, coming: asyncio.Future[Any]) -> bool:
+        """Wait for what is to be told, as long as the other side is there; whether it has come."""
+        watching = asyncio.ensure_future(self.look_ahead())
+        try:
+            await asyncio.wait({coming, watching}, timeout=_ANSWER_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done() and not self.is_over():  # what came is the next request
+                await asyncio.wait({coming}, timeout=_ANSWER_WITHIN_S)
+            return coming.done()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
     async def refuse(self, error: RequestError) -> None:
         """Tell an error, and hang up, a little later: to whoever is still sending its body, that is a broken connection."""
         await _write(self._writer, HttpAnswer.of(error), is_last=True)
@@ -258,7 +259,8 @@ class _Incoming:
         try:
             release = await asyncio.wait_for(self._in_flight.hold(client, length), _BODY_WITHIN_S)
         except asyncio.TimeoutError:
-            raise RequestError("bodies of other requests leave no room for this one; try again", status=503) from None
+            message = f"other requests left no room for this one within {_BODY_WITHIN_S:g} s; ask again"
+            raise RequestError(message, status=503) from None
         if headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
@@ -324,15 +326,11 @@ async def _send_pieces(
     """Send pieces as they come; whether there may be another request. Raises as `_write` does."""
     length = "Transfer-Encoding: chunked" if request.takes_chunks else ""
     writer.write(_head_of(answer, length, is_last=request.is_last))
-    watching = asyncio.ensure_future(incoming.look_ahead())
     coming: asyncio.Future[str] | None = None
     try:
         while not incoming.is_over():
             coming = asyncio.ensure_future(anext(pieces))
-            await asyncio.wait({coming, watching}, timeout=_ANSWER_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done() and not incoming.is_over():  # what came is the next request
-                await asyncio.wait({coming}, timeout=_ANSWER_WITHIN_S)
-            if not coming.done():
+            if not await incoming.stays_for(coming):
                 return False
             try:
                 data = (await coming).encode(errors="replace")
@@ -344,11 +342,9 @@ async def _send_pieces(
             await asyncio.wait_for(writer.drain(), _WRITE_WITHIN_S)
         return False
     finally:
-        watching.cancel()
         if coming is not None:
             coming.cancel()
             await asyncio.gather(coming, return_exceptions=True)
-        await asyncio.gather(watching, return_exceptions=True)
         await pieces.aclose()
 
 

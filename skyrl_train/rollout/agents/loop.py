@@ -23,8 +23,8 @@ import inspect
 import os
 import stat
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,7 +40,14 @@ from skyrl_train.rollout.agents.endpoint import LOOPBACK, Address, opened
 from skyrl_train.rollout.agents.launchers import VARIABLES
 from skyrl_train.rollout.agents.sandbox import Sandbox, filled, pool_of
 from skyrl_train.rollout.agents.session import Session, SessionRecord
-from skyrl_train.rollout.boundary import EnvironmentFailed, check_components, check_reward, describe
+from skyrl_train.rollout.boundary import (
+    EnvironmentFailed,
+    check_components,
+    check_reward,
+    describe,
+    environment_error,
+    invalid_reward,
+)
 from skyrl_train.rollout.http import UnreadableReply, client_arguments, send
 from skyrl_train.system import WorkerThread, find_programs
 from skyrl_train.system.files import json_line, parse_json
@@ -50,71 +57,12 @@ _MAX_REPORT_BYTES = 1 << 20
 _HARMLESS = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM")
 """What a command that does not inherit the trainer's environment has of it."""
 _SOURCE = "the agent"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a program says of its trajectory."""
-
-    reward: float | None
-    """None where it says nothing."""
-    components: Mapping[str, float] = field(default_factory=dict)
-    """What the reward is the sum of, by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Harness:
-    """How programs are run; one of the first three is given."""
-
-    run: PartSpec | None = None
-    command: Sequence[str] = ()
-    url: str = ""
-    time_limit_s: float
-    launcher: PartSpec | None = None
-    """Where commands run, if not on this machine as they are."""
-
-    @contextlib.asynccontextmanager
-    async def sandbox(self) -> AsyncIterator[Sandbox | None]:
-        """Yield the sandbox that the command is to run in, once there is one; None where others run. Raises
-        EnvironmentFailed."""
-        if not self.command:
-            yield None
-            return
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                sandbox = await stack.enter_async_context(pool_of(launcher_of(self.launcher)).sandbox())
-            except SandboxError as error:
-                raise _failed(str(error)) from error
-            yield sandbox
-
-    async def play(self, task: Mapping[str, Any], address: Address, sandbox: Sandbox | None) -> Report:
-        """Return what the program reports. Raises EnvironmentFailed: environment_error where it failed, environment_timeout
-        where it did not end in time, invalid_reward."""
-        try:
-            return _report_of(await asyncio.wait_for(self._value(task, address, sandbox), self.time_limit_s))
-        except asyncio.TimeoutError:
-            message = f"{_SOURCE} did not end within its time_limit_s={self.time_limit_s:g}"
-            raise EnvironmentFailed(FailureKind.ENVIRONMENT_TIMEOUT, message) from None
-
-    async def _value(self, task: Mapping[str, Any], address: Address, sandbox: Sandbox | None) -> object:
-        if self.run is not None:
-            return await _call(self.run, task, address)
-        if sandbox is not None:
-            return await _execute(self.command, task, address, self.time_limit_s, sandbox)
-        return await _ask_service(self.url, task, address, self.time_limit_s)
-
-
-def _report_of(value: object) -> Report:
-    if value is None:
-        return Report(reward=None)
-    components = check_components(value, source=_SOURCE)
-    return Report(
-        reward=check_reward(sum(components.values()) if components else value, source=_SOURCE), components=components
-    )
+Report = tuple[float | None, Mapping[str, float]]
+"""The reward of a trajectory, None where a program says nothing, and what it is the sum of, by name."""
 
 
 def _failed(reason: str) -> EnvironmentFailed:
-    return EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, f"{_SOURCE}: {reason}")
+    return environment_error(f"{_SOURCE}: {reason}")
 
 
 async def _call(spec: PartSpec, task: Mapping[str, Any], address: Address) -> object:
@@ -227,15 +175,13 @@ def _read_report(path: Path) -> object:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise EnvironmentFailed(
-            FailureKind.INVALID_REWARD, f"{_SOURCE}: its report is no file ({describe(error)})"
-        ) from error
+        raise invalid_reward(f"{_SOURCE}: its report is no file ({describe(error)})") from error
     try:
         if len(text) > _MAX_REPORT_BYTES:
             raise ValueError(f"more than {_MAX_REPORT_BYTES} bytes")
         return _reward_in(parse_json(text))
     except ValueError as error:
-        raise EnvironmentFailed(FailureKind.INVALID_REWARD, f"{_SOURCE}: its report is {error}") from error
+        raise invalid_reward(f"{_SOURCE}: its report is {error}") from error
 
 
 def _reward_in(value: object) -> object:
@@ -296,12 +242,17 @@ async def agent(
         launcher: What a command runs in: docker, podman, bubblewrap, a template or another one, with its arguments.
     """
     session = Session(episode, refuses_unsupported=unsupported == "refuse")
-    harness = Harness(run=run, command=command, url=url, time_limit_s=time_limit_s, launcher=launcher)
     try:
         # Its time begins when it has a place to run in, for which it may have to wait.
-        async with harness.sandbox() as sandbox, opened(session, host) as address:
-            played = asyncio.ensure_future(harness.play(_task_of(episode.job.prompt), address, sandbox))
-            report = await _report(played, session, time_limit_s)
+        async with _sandbox(command, launcher) as sandbox, opened(session, host) as address:
+            task = _task_of(episode.job.prompt)
+            if run is not None:
+                playing = _call(run, task, address)
+            elif sandbox is not None:
+                playing = _execute(command, task, address, time_limit_s, sandbox)
+            else:
+                playing = _ask_service(url, task, address, time_limit_s)
+            report = await _report(playing, session, time_limit_s)
         return await _scored(episode, session.kept(), session.refused or Outcome.DONE, report)
     except EnvironmentFailed as broken:
         kept = session.kept()
@@ -311,9 +262,24 @@ async def agent(
         await episode.session.close()
 
 
-async def _report(played: asyncio.Task[Report], session: Session, time_limit_s: float) -> Report:
-    """Return what the program reports. A program that breaks over a limit of the trajectory, of which it was told last,
-    reports nothing; one whose engine broke is ended. Raises EnvironmentFailed."""
+@contextlib.asynccontextmanager
+async def _sandbox(command: Sequence[str], launcher: PartSpec | None) -> AsyncIterator[Sandbox | None]:
+    """Yield the sandbox that a command is to run in, once there is one; None for other programs. Raises
+    EnvironmentFailed."""
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            pool = pool_of(launcher_of(launcher)) if command else None
+            sandbox = None if pool is None else await stack.enter_async_context(pool.sandbox())
+        except SandboxError as error:
+            raise _failed(str(error)) from error
+        yield sandbox
+
+
+async def _report(playing: Coroutine[Any, Any, object], session: Session, time_limit_s: float) -> Report:
+    """Return what a program reports. One that breaks over a limit of the trajectory, of which it was told last, reports
+    nothing; one whose engine broke is ended. Raises EnvironmentFailed: environment_error where it failed,
+    environment_timeout where it did not end in time, invalid_reward."""
+    played = asyncio.ensure_future(asyncio.wait_for(playing, time_limit_s))
     try:
         waited: set[asyncio.Future[Any]] = {played, session.broken}
         await asyncio.wait(waited, timeout=time_limit_s + _CLOSES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -321,11 +287,17 @@ async def _report(played: asyncio.Task[Report], session: Session, time_limit_s: 
             raise await session.broken
         if not played.done():
             raise EnvironmentFailed(FailureKind.ENVIRONMENT_TIMEOUT, "the agent did not end, nor could it be ended")
-        return await played
+        value = await played
+        components = check_components(value, source=_SOURCE)
+        total = sum(components.values()) if components else value
+        return (None if value is None else check_reward(total, source=_SOURCE)), components
+    except asyncio.TimeoutError:
+        message = f"{_SOURCE} did not end within its time_limit_s={time_limit_s:g}"
+        raise EnvironmentFailed(FailureKind.ENVIRONMENT_TIMEOUT, message) from None
     except EnvironmentFailed as broken:
         if session.refused is None or broken.kind is not FailureKind.ENVIRONMENT_ERROR:
             raise
-        return Report(reward=None)
+        return None, {}
     finally:
         played.cancel()
         ended = asyncio.gather(played, return_exceptions=True)  # what it raises is nobody's concern any more
@@ -339,8 +311,8 @@ async def _scored(episode: Episode, kept: SessionRecord, outcome: Outcome, repor
         if outcome is Outcome.CONTEXT_FULL:
             limit = f"generator.max_context_length={episode.limits.max_context_length}"
             raise EnvironmentFailed(FailureKind.PROMPT_TOO_LONG, f"the agent's first prompt leaves no room in {limit}")
-        raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, "the agent ended without an answer of the model")
-    reward, metrics = report.reward, dict(report.components)
+        raise environment_error("the agent ended without an answer of the model")
+    reward, metrics = report
     if reward is None:
         await episode.session.start([dict(message) for message in episode.job.prompt.messages])
         reward = (await episode.session.step(kept.turns[-1].response_text)).reward

@@ -25,20 +25,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from skyrl_train.errors import DeadlineError, EngineError, counted
+from skyrl_train.errors import counted
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.agent_loop import Episode
+from skyrl_train.rollout.agent_loop import Episode, ask_engine, turn_of
 from skyrl_train.rollout.agents.http_server import RequestError
 from skyrl_train.rollout.agents.wires import ChatReply, ChatRequest, refused, tell_once, unsupported
-from skyrl_train.rollout.boundary import EnvironmentFailed, describe, plain
+from skyrl_train.rollout.boundary import EnvironmentFailed, plain
 from skyrl_train.rollout.checked_engine import listening
 from skyrl_train.rollout.tools.formats import call_messages, recorded_calls, text_before_calls
 from skyrl_train.system import WorkerThread, derive_seed
 from skyrl_train.types import (
     ChatMessage,
-    FailureKind,
     GenerationOutput,
     GenerationRequest,
     Outcome,
@@ -46,7 +43,6 @@ from skyrl_train.types import (
     TokenIds,
     Turn,
     find_parent,
-    new_routing,
 )
 
 
@@ -85,7 +81,8 @@ def tree_of(sampled: Sequence[Sampled]) -> SessionRecord:
     num_new_answers: list[int] = []
     for each in sampled:
         parent, added = find_parent(turns, each.prompt)
-        turns.append(_turn(each, parent, added))
+        # without a reward, until there is one
+        turns.append(turn_of(each.output, each.text, parent, added, reward=0.0, tool_calls=each.calls))
         children.append([])
         known = 0 if parent is None else _num_answers(sampled[parent]) + 1
         num_new_answers.append(_num_answers(each) - known)
@@ -106,23 +103,6 @@ def tree_of(sampled: Sequence[Sampled]) -> SessionRecord:
             "unmatched": sum(root and new > 0 for root, new in zip(is_root[1:], num_new_answers[1:])),
             "rewritten": sum(not root and new > 0 for root, new in zip(is_root, num_new_answers)),
         },
-    )
-
-
-def _turn(sampled: Sampled, parent: int | None, added: TokenIds) -> Turn:
-    """Return a turn with the reward 0, until there is one."""
-    output = sampled.output
-    return Turn(
-        parent=parent,
-        added_token_ids=added,
-        response_token_ids=np.array(output.token_ids, dtype=np.int32),
-        response_logprobs=np.array(output.logprobs, dtype=np.float32),
-        response_text=sampled.text,
-        reward=0.0,
-        tool_calls=sampled.calls,
-        stop_reason=output.stop_reason,
-        weight_versions=output.weight_versions,
-        routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
     )
 
 
@@ -463,24 +443,14 @@ class Session:
             ),
             seed=seed,
         )
-        timeout_s = self._limits.request_timeout_s
         loop = asyncio.get_running_loop()
 
         def hear(token_ids: Sequence[int]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
                 loop.call_soon_threadsafe(self._hear, completion, token_ids)
 
-        try:
-            with listening(hear if completion.progress is not None else None):
-                return await asyncio.wait_for(self._engine.generate(request), timeout_s)
-        except EngineError as error:
-            broken = EnvironmentFailed(FailureKind.ENGINE_ERROR, describe(error))
-        except DeadlineError as error:
-            broken = EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, describe(error))
-        except asyncio.TimeoutError:
-            message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
-            broken = EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, message)
-        raise broken
+        with listening(hear if completion.progress is not None else None):
+            return await ask_engine(self._engine, request, self._limits.request_timeout_s)
 
     def _hear(self, completion: _Completion, token_ids: Sequence[int]) -> None:
         """Tokens were sampled: their text is told soon, with that of those which come until then."""

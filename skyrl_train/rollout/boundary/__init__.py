@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
@@ -166,6 +167,11 @@ class EnvironmentFailed(Exception):
         return Failure(kind=self.kind, message=redact_text(self.message), turn_index=turn_index)
 
 
+environment_error = partial(EnvironmentFailed, FailureKind.ENVIRONMENT_ERROR)
+invalid_observation = partial(EnvironmentFailed, FailureKind.INVALID_OBSERVATION)
+invalid_reward = partial(EnvironmentFailed, FailureKind.INVALID_REWARD)
+
+
 def describe(error: BaseException) -> str:
     """Describe an error as `ValueError: unknown city 'Oz' at my_env.py:12 in Travel.step: raise ValueError(...)`, in one
     line of at most 500 characters: the line is that of the user's own code, where the error is from there; then which of the
@@ -263,17 +269,14 @@ def read_answer(answer: object, *, source: str) -> Any:
         kind = next((each for each in _OF_ENVIRONMENTS if each.value == answer["failure"]), None)
         if kind is not None and isinstance(answer["message"], str):
             raise EnvironmentFailed(kind, _one_line(answer["message"]))
-    raise EnvironmentFailed(
-        FailureKind.ENVIRONMENT_ERROR, f"{source}: its worker sent {shown(answer)}, which is no answer"
-    )
+    raise environment_error(f"{source}: its worker sent {shown(answer)}, which is no answer")
 
 
 def check_first_messages(value: object, *, source: str) -> list[ChatMessage]:
     """Return the first messages in what `init` returned, or raise EnvironmentFailed saying what is wrong with it."""
     if not isinstance(value, tuple) or len(value) != 2:
         kind = type(value).__name__
-        message = f"{source} returned {kind}; must be (messages, information)"
-        raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, message)
+        raise environment_error(f"{source} returned {kind}; must be (messages, information)")
     return check_some_messages(value[0], source=source)
 
 
@@ -288,7 +291,7 @@ def check_some_messages(value: object, *, source: str) -> list[ChatMessage]:
     """Return at least one chat message, or raise EnvironmentFailed (invalid_observation)."""
     first = check_messages(value, source=source)
     if not first:
-        raise EnvironmentFailed(FailureKind.INVALID_OBSERVATION, f"{source} returned no message")
+        raise invalid_observation(f"{source} returned no message")
     return first
 
 
@@ -296,28 +299,23 @@ def check_messages(value: object, *, source: str) -> list[ChatMessage]:
     """Return a list of chat messages of plain data, or raise EnvironmentFailed (invalid_observation) saying what is wrong
     with it."""
     if not isinstance(value, (list, tuple)):
-        raise EnvironmentFailed(
-            FailureKind.INVALID_OBSERVATION, f"{source} returned {type(value).__name__}; must be a list"
-        )
+        raise invalid_observation(f"{source} returned {type(value).__name__}; must be a list")
     messages: list[ChatMessage] = []
     num_characters = 0
     for index, message in enumerate(value):
         where = f"message {index}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            rule = f"{where} is {shown(message)}; must have 'role' and 'content'"
-            raise EnvironmentFailed(FailureKind.INVALID_OBSERVATION, f"{source}: {rule}")
+            raise invalid_observation(f"{source}: {where} is {shown(message)}; must have 'role' and 'content'")
         content = message["content"]
         if content is not None and not isinstance(content, (str, list)):
-            rule = f"the content of {where} is {type(content).__name__}; must be text"
-            raise EnvironmentFailed(FailureKind.INVALID_OBSERVATION, f"{source}: {rule}")
+            raise invalid_observation(f"{source}: the content of {where} is {type(content).__name__}; must be text")
         num_characters += len(content) if isinstance(content, str) else 0
         if num_characters > MAX_CHARACTERS:
-            rule = f"the messages have more than {MAX_CHARACTERS:,} characters"
-            raise EnvironmentFailed(FailureKind.INVALID_OBSERVATION, f"{source}: {rule}")
+            raise invalid_observation(f"{source}: the messages have more than {MAX_CHARACTERS:,} characters")
         try:
             messages.append(plain(message, where))
         except ValueError as error:
-            raise EnvironmentFailed(FailureKind.INVALID_OBSERVATION, f"{source}: {error}") from error
+            raise invalid_observation(f"{source}: {error}") from error
     return messages
 
 
@@ -328,17 +326,13 @@ def check_step(output: object, *, source: str) -> StepResult:
         if isinstance(output["observations"], str):
             output["observations"] = [{"role": "user", "content": output["observations"]}]
     if not isinstance(output, Mapping):
-        kind = type(output).__name__
-        raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {kind}; must be a mapping")
+        raise environment_error(f"{source} returned {type(output).__name__}; must be a mapping")
     ends = {name: scalar(output[name]) for name in ("done", "terminated", "truncated") if name in output}
     if not ends.keys() - {"truncated"}:
-        raise EnvironmentFailed(
-            FailureKind.ENVIRONMENT_ERROR, f"{source} returned no 'done'; it has {sorted(map(str, output))}"
-        )
+        raise environment_error(f"{source} returned no 'done'; it has {sorted(map(str, output))}")
     for name, end in ends.items():
         if not isinstance(end, bool):
-            message = f"{source} returned '{name}' as {shown(end)}; must be True or False"
-            raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, message)
+            raise environment_error(f"{source} returned '{name}' as {shown(end)}; must be True or False")
     components = check_components(output.get("reward"), source=source)
     reward = check_reward(sum(components.values()) if components else output.get("reward"), source=source)
     observations, done = output.get("observations"), any(ends.values())
@@ -363,7 +357,7 @@ def check_components(value: object, *, source: str) -> dict[str, float]:
     for name in value:
         if not isinstance(name, str) or not is_text(name) or len(name) > MAX_METRIC_NAME:
             message = f"{source} returned a reward named {shown(name)}; must be a text of at most {MAX_METRIC_NAME}"
-            raise EnvironmentFailed(FailureKind.INVALID_REWARD, f"{message} characters")
+            raise invalid_reward(f"{message} characters")
     return {str(name): check_reward(each, source=f"{source}[{name!r}]") for name, each in value.items()}
 
 
@@ -374,12 +368,8 @@ def check_schemas(value: object, *, source: str) -> list[Schema]:
         if isinstance(schemas, list) and all(isinstance(each["function"]["name"], str) for each in schemas):
             return schemas
     except (ValueError, KeyError, TypeError) as error:
-        raise EnvironmentFailed(
-            FailureKind.ENVIRONMENT_ERROR, f"{source}: its tools cannot be sent: {error}"
-        ) from error
-    raise EnvironmentFailed(
-        FailureKind.ENVIRONMENT_ERROR, f"{source}: its tools are {shown(value)}; must be a list of schemas"
-    )
+        raise environment_error(f"{source}: its tools cannot be sent: {error}") from error
+    raise environment_error(f"{source}: its tools are {shown(value)}; must be a list of schemas")
 
 
 def check_tool_results(value: object, *, source: str) -> list[ToolResult]:
@@ -390,9 +380,7 @@ def check_tool_results(value: object, *, source: str) -> list[ToolResult]:
             return [ToolResult(content=each["content"], failed=each["failed"]) for each in results]
     except (ValueError, KeyError, TypeError):
         pass
-    raise EnvironmentFailed(
-        FailureKind.ENVIRONMENT_ERROR, f"{source} returned {shown(value)}; must be texts, or texts and images"
-    )
+    raise environment_error(f"{source} returned {shown(value)}; must be texts, or texts and images")
 
 
 def check_reward(value: object, *, source: str) -> float:
@@ -402,7 +390,7 @@ def check_reward(value: object, *, source: str) -> float:
     if number is not None:
         return number
     rule = f"must be a finite number between {-MAX_REWARD:g} and {MAX_REWARD:g}"
-    raise EnvironmentFailed(FailureKind.INVALID_REWARD, f"{source} returned the reward {shown(value)}; {rule}")
+    raise invalid_reward(f"{source} returned the reward {shown(value)}; {rule}")
 
 
 def check_scores(values: object, *, source: str, num_samples: int | None) -> list[dict[str, float] | float | None]:
@@ -415,13 +403,12 @@ def check_scores(values: object, *, source: str, num_samples: int | None) -> lis
     if several and not (isinstance(values, (list, tuple)) and len(values) == num_samples):
         kind = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         message = f"{source} returned {kind}; must be a list with one value for each of {num_samples} trajectories"
-        raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
+        raise invalid_reward(message)
     found: list[dict[str, float] | float | None] = []
     for value in values if several and isinstance(values, (list, tuple)) else [values]:
         if isinstance(value, Mapping):
             if not value or not all(isinstance(name, str) and is_text(name) for name in value):
-                message = f"{source} returned {shown(value)}; its keys must be names of rewards"
-                raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
+                raise invalid_reward(f"{source} returned {shown(value)}; its keys must be names of rewards")
             found.append({name: check_reward(one, source=f"{source}[{name!r}]") for name, one in value.items()})
         else:
             found.append(None if value is None else check_reward(value, source=source))

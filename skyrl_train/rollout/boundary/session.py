@@ -33,6 +33,7 @@ from skyrl_train.rollout.boundary import (
     check_schemas,
     check_step,
     check_tool_results,
+    environment_error,
     numbers_only,
     plain_state,
     read_answer,
@@ -131,8 +132,7 @@ class EnvironmentSession:
         """Return the result of each call `{"name": ..., "arguments": {...}}`."""
         results = await self._ask({"call": "tools", "calls": list(calls)}, check_tool_results)
         if len(results) != len(calls):
-            message = f"{self._name}.tools: {len(results)} results of {len(calls)} calls"
-            raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, message)
+            raise environment_error(f"{self._name}.tools: {len(results)} results of {len(calls)} calls")
         return results
 
     async def metrics(self) -> dict[str, float]:
@@ -196,9 +196,7 @@ class EnvironmentSession:
             except EnvironmentLost:
                 if differs := await self._repeat():
                     reason = f"another environment ended the worker that {self._name} shared with it; made again, it"
-                    raise EnvironmentFailed(
-                        FailureKind.ENVIRONMENT_ERROR, f"{reason} answered otherwise at {differs}"
-                    ) from None
+                    raise environment_error(f"{reason} answered otherwise at {differs}") from None
 
     async def _repeat(self) -> str:
         """Make the environment again and give it the calls so far. Return the one that it answers otherwise, when it is

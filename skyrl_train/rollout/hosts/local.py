@@ -15,11 +15,11 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import reward_entries
@@ -33,6 +33,7 @@ from skyrl_train.system import in_time
 from skyrl_train.system.processes import PACKAGE_PARENT, Frames, ProcessHost, StartedProcess, frame, manner
 from skyrl_train.telemetry.logs import copy_redacted, innermost
 
+T = TypeVar("T")
 _REPORT_WITHIN_S = 2.0
 """How long the supervisor may take to say how a worker ended whose connection is closed."""
 _WHERE_S = 0.3
@@ -379,26 +380,49 @@ def _environment(variables: Mapping[str, str], *, apart: bool) -> dict[str, str]
     return {**threads, **variables, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
 
-def violations_in_process(
-    specs: Sequence[PartSpec], python: str = "", variables: tuple[str, ...] = ()
-) -> list[Violation]:
-    """Return what is wrong with environments, which are imported in a process of their own: an import that exits, crashes
-    or hangs harms nothing here."""
+def run_in_workers(
+    settings: WorkerSettings, use: Callable[[LocalWorkers], Awaitable[T]], *, what: str, timeout_s: float
+) -> T:
+    """Return what `use` makes of workers that are started for it and end with it: an import that exits, crashes or hangs
+    harms nothing here. Raises ConfigError and SkyrlTrainError as `ready`."""
 
-    async def check() -> None:
-        settings = WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python, variables=variables)
+    async def run() -> T:
         workers = LocalWorkers(settings)
         try:
             await workers.ready()
+            return await use(workers)
         finally:
             await workers.aclose()
 
+    # On a thread: whoever asks may be running an event loop.
+    return in_time(lambda: asyncio.run(run()), what=what, timeout_s=timeout_s)
+
+
+def import_in_process(settings: WorkerSettings, what: str) -> Mapping[str, Any]:
+    """Import `what`, environments or rewards, in a process of its own. Return the facts of the rewards. Raises
+    ConfigError."""
+
+    async def facts(workers: LocalWorkers) -> Mapping[str, Any]:
+        return workers.rewards
+
     try:
-        # On a thread: whoever asks may be running an event loop.
-        in_time(lambda: asyncio.run(check()), what="the import of environments", timeout_s=IMPORT_DEADLINE_S)
+        return run_in_workers(settings, facts, what=f"the import of {what}", timeout_s=IMPORT_DEADLINE_S)
+    except ConfigError:
+        raise
+    except SkyrlTrainError as error:
+        field = "environment.rewards" if settings.rewards else "environment.env_class"
+        value = ", ".join(map(str, [*settings.specs, *settings.rewards.values()]))
+        violation = Violation(field=field, rule="must be importable", value=value, remedy=str(error))
+        raise ConfigError([violation]) from error
+
+
+def violations_in_process(
+    specs: Sequence[PartSpec], python: str = "", variables: tuple[str, ...] = ()
+) -> list[Violation]:
+    """Return what is wrong with environments, which are imported in a process of their own."""
+    settings = WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python, variables=variables)
+    try:
+        import_in_process(settings, "environments")
     except ConfigError as error:
         return list(error.violations)
-    except SkyrlTrainError as error:
-        rule, value = "must be importable", ", ".join(map(str, specs))
-        return [Violation(field="environment.env_class", rule=rule, value=value, remedy=str(error))]
     return []

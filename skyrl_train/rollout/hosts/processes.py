@@ -17,13 +17,12 @@ from skyrl_train.registry import split_spec
 from skyrl_train.rollout.boundary import (
     MAX_WORKERS,
     AroundCalls,
-    EnvironmentFailed,
     EnvironmentLost,
     Request,
+    environment_error,
     late,
     plain,
 )
-from skyrl_train.types import FailureKind
 
 _GRACE_S = 5.0
 """An asynchronous call is given up by its worker, which goes on: how much later the worker is."""
@@ -105,10 +104,6 @@ class ProcessEnvironments:
         self._num_hosted += 1
         return _InWorker(self, name, self._num_hosted)
 
-    async def prepare(self) -> None:
-        """Import the environments ahead of the first call. Raises what `WorkerHost.ready` raises."""
-        await self._host.ready()
-
     async def aclose(self) -> None:
         await self._host.aclose()
 
@@ -153,8 +148,7 @@ class _InWorker:
         try:
             request = {key: plain(value, key) for key, value in request.items()}
         except ValueError as error:
-            reason = f"{self._name}.{request['call']} cannot be sent: {error}"
-            raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, reason) from None
+            raise environment_error(f"{self._name}.{request['call']} cannot be sent: {error}") from None
         if request["call"] == "construction":
             self._env_class = split_spec(request["spec"])[0]
         with self._environments.around():
@@ -191,7 +185,7 @@ class _InWorker:
             self._environments.num_given_up += 1
             raise late(what, timeout_s, str(error)) from None
         except WorkerEnded as ended:
-            raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, f"{what}: its worker process {ended}") from None
+            raise environment_error(f"{what}: its worker process {ended}") from None
         if isinstance(answer, dict) and str(answer.get("message")).startswith("MemoryError"):
             worker.process.end("ran out of memory (environment.worker_memory_gb)")
         return answer

@@ -19,7 +19,7 @@ from typing import Any
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import OWN_REWARD, RewardEntry, has_own_reward, reward_entries
 from skyrl_train.data import names_of, near_column
-from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError, Violation
+from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name, split_spec
 from skyrl_train.rollout.boundary import (
     OF_REWARDS,
@@ -28,10 +28,11 @@ from skyrl_train.rollout.boundary import (
     check_reward,
     check_scores,
     describe,
+    invalid_reward,
     read_answer,
 )
 from skyrl_train.rollout.envs.environments import uses_processes
-from skyrl_train.rollout.hosts.local import IMPORT_DEADLINE_S, LocalWorkers, WorkerSettings, check_arguments
+from skyrl_train.rollout.hosts.local import WorkerSettings, check_arguments, import_in_process
 from skyrl_train.rollout.rewards import HeldReward
 from skyrl_train.rollout.rewards.reward_functions import (
     SCORE,
@@ -41,7 +42,6 @@ from skyrl_train.rollout.rewards.reward_functions import (
     reward_function,
     reward_violations,
 )
-from skyrl_train.system import in_time
 from skyrl_train.telemetry.logs import redact_text
 from skyrl_train.types import FailureKind, Outcome, Prompt, Trajectory
 
@@ -174,7 +174,7 @@ def _of_verl(entry: RewardEntry, score: Mapping[str, float]) -> dict[str, float]
     reported. Raises EnvironmentFailed where there is no score."""
     if SCORE not in score:
         message = f"{entry.name} returned {', '.join(score)} and no {SCORE!r}, which is the reward in verl's signature"
-        raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
+        raise invalid_reward(message)
     return {entry.name if name == SCORE else f"{entry.name}_{name}": value for name, value in score.items()}
 
 
@@ -191,19 +191,16 @@ def _components(
     if isinstance(entry.weight, Mapping):
         weights: Mapping[str, float] = entry.weight
         if missing := [name for name in weights if name not in rewards]:
-            message = f"{entry.name} returned no {', '.join(missing)}, which {entry.setting}.weight names"
-            raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
+            raise invalid_reward(f"{entry.name} returned no {', '.join(missing)}, which {entry.setting}.weight names")
     else:
         weights = dict.fromkeys(rewards, entry.weight)
     low, high = facts.range or (-math.inf, math.inf)
     for name in weights:
         if not low <= rewards[name] <= high:
             said = f"{entry.name} returned {name}={rewards[name]!r}"
-            message = f"{said}, outside the range {low:g} to {high:g} that it declares"
-            raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
+            raise invalid_reward(f"{said}, outside the range {low:g} to {high:g} that it declares")
     if twice := [name for name in rewards if name in trajectory.rewards]:
-        message = f"{entry.name} returned {', '.join(twice)}, and another reward has that name"
-        raise EnvironmentFailed(FailureKind.INVALID_REWARD, message)
+        raise invalid_reward(f"{entry.name} returned {', '.join(twice)}, and another reward has that name")
     return {**rewards, **counted}, sum(weight * rewards[name] for name, weight in weights.items())
 
 
@@ -329,27 +326,10 @@ def facts_of(environment: EnvironmentConfig) -> Mapping[str, RewardFacts]:
 def _facts_in_process(specs: str, variables: tuple[str, ...]) -> Mapping[str, RewardFacts]:
     """`specs` is JSON: settings to rewards. Raises ConfigError."""
     rewards: dict[str, PartSpec] = json.loads(specs)
-
-    async def inspect_them() -> Mapping[str, Any]:
-        settings = WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards, variables=variables)
-        workers = LocalWorkers(settings)
-        try:
-            await workers.ready()
-            return workers.rewards
-        finally:
-            await workers.aclose()
-
-    try:
-        found = in_time(lambda: asyncio.run(inspect_them()), what="the import of rewards", timeout_s=IMPORT_DEADLINE_S)
-    except ConfigError:
-        raise
-    except SkyrlTrainError as error:
-        rule, value = "must be importable", ", ".join(map(str, rewards.values()))
-        raise ConfigError(
-            [Violation(field="environment.rewards", rule=rule, value=value, remedy=str(error))]
-        ) from error
+    settings = WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards, variables=variables)
     return {
-        setting: RewardFacts(**{name: _tuple(value) for name, value in each.items()}) for setting, each in found.items()
+        setting: RewardFacts(**{name: _tuple(value) for name, value in each.items()})
+        for setting, each in import_in_process(settings, "rewards").items()
     }
 
 

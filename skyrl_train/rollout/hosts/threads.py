@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pdb
-import queue
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -22,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from skyrl_train.registry import at_breakpoint
 from skyrl_train.rollout.boundary import MAX_WORKERS, AroundCalls, Request, describe, late
 from skyrl_train.rollout.hosts.hosted import HostedEnvironment
+from skyrl_train.system import WorkerThread
 
 T = TypeVar("T")
 
@@ -49,58 +49,27 @@ def _breakpoint(*arguments: Any, **named: Any) -> object:
 
 
 class _Call(Generic[T]):
-    """One function to run on a worker and where its result goes."""
+    """One function that runs on a thread."""
 
-    def __init__(self, function: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
-        self.function = function
-        self.loop = loop
-        self.future: asyncio.Future[T] = loop.create_future()
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
         self.is_debugged = False
         """Whether it has come to a `breakpoint()`, and so has no deadline any more."""
         self.num_stops = 0
         """How often it has taken the terminal."""
 
-    def run(self) -> None:
+    def run(self) -> T:
         _running.call = self
         try:
-            result = self.function()
+            return self._function()
         except BaseException as error:
-            self._deliver(self._set_exception, error)
-        else:
-            self._deliver(self._set_result, result)
+            # A future takes neither what ends a program nor a StopIteration.
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            raise RuntimeError(describe(error)) from error
         finally:
             for _ in range(self.num_stops):
                 _terminal.release()
-
-    def _deliver(self, setter: Callable[[Any], None], value: object) -> None:
-        # The loop may be closed by the time an abandoned call returns: nobody waits for it then.
-        if not self.loop.is_closed():
-            try:
-                self.loop.call_soon_threadsafe(setter, value)
-            except RuntimeError:
-                return
-
-    def _set_result(self, result: T) -> None:
-        if not self.future.done():
-            self.future.set_result(result)
-
-    def _set_exception(self, error: BaseException) -> None:
-        if not self.future.done():
-            # A future takes neither what ends a program nor a StopIteration.
-            usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            self.future.set_exception(error if usable else RuntimeError(describe(error)))
-
-
-class _Worker:
-    """A daemon thread with its own queue; None ends it."""
-
-    def __init__(self, name: str) -> None:
-        self.calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def _work(self) -> None:
-        while (run := self.calls.get()) is not None:
-            run()
 
 
 class ThreadEnvironments:
@@ -118,7 +87,7 @@ class ThreadEnvironments:
         if sys.breakpointhook is sys.__breakpointhook__:
             sys.breakpointhook = _breakpoint
         self._slots = asyncio.Semaphore(num_workers or MAX_WORKERS)
-        self._idle: list[_Worker] = []
+        self._idle: list[WorkerThread] = []
         self.timeout_s = timeout_s
         self._num_started = 0
         self.num_given_up = 0
@@ -134,59 +103,30 @@ class ThreadEnvironments:
         raises, or EnvironmentFailed (environment_timeout) naming `what`.
         """
         async with self._slots:
-            worker = self._idle.pop() if self._idle else self._new_worker()
-            call: _Call[T] = _Call(function, asyncio.get_running_loop())
-            worker.calls.put(call.run)
-            deadline = call.loop.call_later(self.timeout_s, self._expire, call)
+            if self._idle:
+                thread = self._idle.pop()
+            else:
+                self._num_started += 1
+                thread = WorkerThread(f"environment-{self._num_started}")
+            call = _Call(function)
+            running = asyncio.wrap_future(thread.submit(call.run))
             try:
-                result = await call.future
-            except (_DeadlineExceeded, asyncio.CancelledError) as error:
-                self._abandon(worker, if_late)
-                if isinstance(error, _DeadlineExceeded):
-                    raise late(what, self.timeout_s) from None
+                while not (await asyncio.wait({running}, timeout=self.timeout_s))[0]:
+                    if not call.is_debugged:
+                        raise late(what, self.timeout_s)
+            except BaseException:  # too late, or nobody waits for it any more: the thread is given up
+                self.num_given_up += 1
+                running.cancel()
+                if if_late is not None:
+                    thread.submit(if_late)
+                thread.close(0.0)
                 raise
-            except BaseException:
-                self._idle.append(worker)
-                raise
-            finally:
-                deadline.cancel()
-            self._idle.append(worker)
-            return result
+            self._idle.append(thread)
+            return running.result()
 
     async def aclose(self) -> None:
         while self._idle:
-            self._idle.pop().calls.put(None)
-
-    def _new_worker(self) -> _Worker:
-        self._num_started += 1
-        return _Worker(name=f"environment-{self._num_started}")
-
-    def _expire(self, call: _Call[Any]) -> None:
-        if not call.future.done() and not call.is_debugged:
-            call.future.set_exception(_DeadlineExceeded())
-
-    def _abandon(self, worker: _Worker, if_late: Callable[[], object] | None) -> None:
-        self.num_given_up += 1
-        if if_late is not None:
-            worker.calls.put(_Quietly(if_late))
-        worker.calls.put(None)
-
-
-class _DeadlineExceeded(Exception):
-    """Internal: distinguished from a TimeoutError that the environment itself raised."""
-
-
-class _Quietly:
-    """Runs a clean-up whose result nobody waits for."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        try:
-            self._function()
-        except BaseException:
-            return
+            self._idle.pop().close(0.0)
 
 
 class _OnThreads:

@@ -32,7 +32,7 @@ import httpx
 
 from skyrl_train.config.environment import ONE_SCORE, is_one_score
 from skyrl_train.errors import DeadlineError, EngineError, Violation
-from skyrl_train.rollout.boundary import EnvironmentFailed
+from skyrl_train.rollout.boundary import EnvironmentFailed, environment_error, invalid_reward
 from skyrl_train.rollout.http import (
     address_violations,
     ask_until_answered,
@@ -141,10 +141,9 @@ class Rubric:
                 number = float("nan")
             if low <= number <= high:
                 return (number - low) / (high - low)
-        raise EnvironmentFailed(
-            FailureKind.INVALID_REWARD,
+        raise invalid_reward(
             f"judge: its reply has {'nothing' if value is None else repr(value)[:40]} for {name!r}, which must be "
-            f"{self._wanted()}; it ends with {redact_text(reply[-120:])!r}",
+            f"{self._wanted()}; it ends with {redact_text(reply[-120:])!r}"
         )
 
     def _wanted(self) -> str:
@@ -333,9 +332,7 @@ class Judge(HeldReward):
         for literal, name, _, _ in string.Formatter().parse(self._template):
             value = "" if name is None else _find(given, name)
             if value is None:
-                raise EnvironmentFailed(
-                    FailureKind.INVALID_REWARD, f"judge: the row has no {name!r}, which its template names"
-                )
+                raise invalid_reward(f"judge: the row has no {name!r}, which its template names")
             parts += [literal, as_text(value)]
         user = {"role": "user", "content": "".join(parts)}
         return [{"role": "system", "content": self._system}, user] if self._system else [user]
@@ -378,7 +375,7 @@ class Judge(HeldReward):
         except DeadlineError as error:
             raise EnvironmentFailed(FailureKind.ENVIRONMENT_TIMEOUT, redact_text(str(error))) from None
         except (EngineError, sqlite3.Error, OSError) as error:
-            raise EnvironmentFailed(FailureKind.ENVIRONMENT_ERROR, redact_text(str(error))) from None
+            raise environment_error(redact_text(str(error))) from None
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Return the text of one chat completion. Raises EngineError, DeadlineError."""

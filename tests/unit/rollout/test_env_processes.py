@@ -453,7 +453,7 @@ def test_waits_for_environments_are_counted_answered_or_not(isolation: str) -> N
             among = ThreadEnvironments(num_workers=1, timeout_s=0.6, around=activity.environment)
         else:
             among = ProcessEnvironments(host, num_workers=1, timeout_s=0.6, around=activity.environment)
-            await among.prepare()
+            await among._host.ready()
         quick, slow = (EnvironmentSession(among, COUNTING, {"slow_s": s}, "Counting") for s in (0.3, 1.5))
         await quick.start(MESSAGES)
         await quick.step("x")
