@@ -4,7 +4,7 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.rollout.admission import Admission, AdmissionSettings, Settled
+    from skyrl_train.rollout.admission import Admission, AdmissionSettings, ConsumedPrompts
     from skyrl_train.rollout.agent_loop import Episode, Job, Limits, multi_turn
     from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools, with_context
     from skyrl_train.rollout.checked_engine import (
@@ -26,6 +26,7 @@ __all__ = [
     "AdmissionSettings",
     "ChatTokens",
     "CheckedEngine",
+    "ConsumedPrompts",
     "Episode",
     "Job",
     "Journal",
@@ -33,7 +34,6 @@ __all__ = [
     "Listener",
     "LoopThread",
     "RolloutGenerator",
-    "Settled",
     "check_all_rows",
     "check_answer",
     "check_failures",

@@ -309,6 +309,9 @@ class AgentLoop:
     def _trajectory(
         self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: EnvironmentFailed | None = None
     ) -> Trajectory:
+        # The teacher's prompt is that of the row's messages: none where the environment changed them.
+        first = self._turns[0].added_token_ids if self._turns else ()
+        teacher = self._job.teacher_token_ids
         return Trajectory(
             prompt_uid=self._job.prompt.uid,
             sample_index=self._job.sample_index,
@@ -317,14 +320,8 @@ class AgentLoop:
             failure=broken.to_failure(turn_index=len(self._turns)) if broken else None,
             metrics=metrics or {},
             first_messages=self._first_messages,
-            teacher_prompt_token_ids=self._teacher_prompt(),
+            teacher_prompt_token_ids=teacher if np.array_equal(first, self._job.prompt_token_ids) else teacher[:0],
         )
-
-    def _teacher_prompt(self) -> TokenIds:
-        """Return no tokens where the environment changed the messages that the teacher's prompt was made of."""
-        first = self._turns[0].added_token_ids if self._turns else ()
-        unchanged = np.array_equal(first, self._job.prompt_token_ids)
-        return self._job.teacher_token_ids if unchanged else self._job.teacher_token_ids[:0]
 
     def _add_turn(
         self,

@@ -217,7 +217,9 @@ def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_cont
         kind, reason = FailureKind.ENGINE_ERROR, ""
         length = prompt_length + len(turn.response_token_ids)
         largest = max(int(column.max(initial=0)) for column in (turn.added_token_ids, turn.response_token_ids))
-        if not _is_float32(turn.reward):
+        with np.errstate(over="ignore"):
+            is_float32 = bool(np.isfinite(np.float32(turn.reward)))
+        if not is_float32:
             kind, reason = FailureKind.INVALID_REWARD, f"the reward {turn.reward!r} is not finite in float32"
         elif length > max_context_length:
             most_tokens = f"generator.max_context_length={max_context_length}"
@@ -362,8 +364,3 @@ def _first_not_logprob(values: Any) -> int | None:
         column = np.asarray(values, dtype=np.float32)
     good = np.isfinite(column) & (np.asarray(values, dtype=np.float64) <= 0.0)
     return None if good.all() else int(np.argmin(good))
-
-
-def _is_float32(value: float) -> bool:
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(np.float32(value)))

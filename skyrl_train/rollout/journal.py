@@ -49,7 +49,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.errors import DataError, SaveError
-from skyrl_train.rollout.admission import Closed, Settled
+from skyrl_train.rollout.admission import Closed, ConsumedPrompts
 from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import DISK_TIMEOUT_S, bring_to_disk, json_line, parse_strict_json, sync_folder
 from skyrl_train.telemetry.records import decode_answer, decode_trajectory, encode_trajectory
@@ -122,7 +122,7 @@ class Journal:
         if not length:
             self._append({"prompts": prompts, "from": 0})
 
-    def resume(self, version: int, settled: Settled) -> None:
+    def resume(self, version: int, settled: ConsumedPrompts) -> None:
         """Free the memory of groups that are trained on or dropped where the run goes on. Raises DataError where the journal
         has been compacted past that."""
         if version < self._from:

@@ -139,7 +139,7 @@ def optimizer_steps(opened: Opened, learners: steps.Learners, state: TrainerStat
     settings, refusal, batch = ppo_settings(opened.config), opened.capsule.refusal, opened.batch()
     trainer, algorithm = settings.trainer, settings.trainer.algorithm
     metadata = batch.metadata
-    steering = steps.Steering(learners.policy, algorithm, state.entropy_controller)
+    preparer = steps.MinibatchPreparer(learners.policy, algorithm, state.entropy_controller)
     named = (
         ("critic", learners.critic, metadata.critic_mini_batch_boundaries),
         ("policy", learners.policy, metadata.policy_mini_batch_boundaries),
@@ -161,7 +161,7 @@ def optimizer_steps(opened: Opened, learners: steps.Learners, state: TrainerStat
                     normalize_advantages=algorithm.normalize_advantages,
                 )
             )
-            ready = steering.prepare(closed)[0] if name == "policy" else closed
+            ready = preparer.prepare(closed)[0] if name == "policy" else closed
             yield OptimizerStep(
                 label=f"{name}, optimizer step {number + 1} of {total}", learner=model, mini_batch=ready
             )
@@ -169,7 +169,7 @@ def optimizer_steps(opened: Opened, learners: steps.Learners, state: TrainerStat
                 return
             found = {**model.forward_backward(ready), **model.optim_step()}
             if name == "policy":
-                steering.observe(found)
+                preparer.observe(found)
 
 
 def refuse_again(opened: Opened) -> str:

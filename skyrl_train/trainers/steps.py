@@ -42,7 +42,7 @@ from skyrl_train.config.derived import old_logprobs_scored
 from skyrl_train.config.models import SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
-from skyrl_train.rollout import Settled
+from skyrl_train.rollout import ConsumedPrompts
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
@@ -83,7 +83,7 @@ class Generated:
     """Batches taken from the prompt source; more than one only with dynamic sampling."""
     metrics: Mapping[str, float]
     """`sampling/...`, and of a stream its own; empty without either."""
-    settled: Settled | None = None
+    settled: ConsumedPrompts | None = None
     """Of a stream: prompts that need not come again."""
 
 
@@ -158,7 +158,7 @@ def take(stream: RolloutStream, settings: PPOSettings, *, position: int) -> Gene
     return Generated(
         rollouts=shape_rewards(taken.rollouts, settings.trainer.algorithm.filters),
         everything=taken.everything,
-        num_prompt_batches=taken.settled.frontier // settings.trainer.train_batch_size - position,
+        num_prompt_batches=taken.settled.watermark // settings.trainer.train_batch_size - position,
         metrics=taken.metrics,
         settled=taken.settled,
     )
@@ -249,7 +249,7 @@ def update(
     naming the training step and the optimizer step: the update ends there.
     """
     check_staleness(batch)
-    steering = Steering(learners.policy, trainer.algorithm, entropy)
+    preparer = MinibatchPreparer(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []
     if learners.critic is not None:
@@ -258,16 +258,16 @@ def update(
     if learners.critic is None or batch.metadata.global_step > trainer.algorithm.critic_warmup_steps:
         boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
         policy_parts = update_learner(
-            learners.policy, batch, boundaries, trainer, name="policy", on_progress=on_progress, steering=steering
+            learners.policy, batch, boundaries, trainer, name="policy", on_progress=on_progress, preparer=preparer
         )
     return Update(
         metrics=merge_metrics([*parts, *policy_parts]),
         num_optimizer_steps=len(policy_parts),
-        entropy=steering.entropy,
+        entropy=preparer.entropy,
     )
 
 
-class Steering:
+class MinibatchPreparer:
     """What the policy's optimizer steps need of each other: columns over each mini-batch, the weight of the entropy."""
 
     def __init__(self, policy: Learner, algorithm: AlgorithmConfig, entropy: EntropyControllerState | None) -> None:
@@ -304,11 +304,11 @@ def update_learner(
     *,
     name: str,
     on_progress: Progress,
-    steering: Steering | None = None,
+    preparer: MinibatchPreparer | None = None,
 ) -> list[StepMetrics]:
     """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step.
 
-    `steering` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
+    `preparer` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
     """
     algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
     total = epochs * len(boundaries)
@@ -323,10 +323,10 @@ def update_learner(
         )
         for number, mini_batch in enumerate(closed, start=1):
             try:
-                ready, found = (mini_batch, {}) if steering is None else steering.prepare(mini_batch)
+                ready, found = (mini_batch, {}) if preparer is None else preparer.prepare(mini_batch)
                 parts.append(merge_metrics([found, learner.forward_backward(ready), learner.optim_step()]))
-                if steering is not None:
-                    steering.observe(parts[-1])
+                if preparer is not None:
+                    preparer.observe(parts[-1])
             except NonFiniteError as error:
                 refused = NonFiniteError(
                     f"training step {batch.metadata.global_step}, {name}: optimizer step {len(parts) + 1} of {total} "

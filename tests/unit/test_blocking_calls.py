@@ -175,7 +175,7 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/rollout/agents/session.py", "self.changed.wait"): "awaited, within `wait_for`",
     ("skyrl_train/rollout/hosts/local.py", "self._connection.recv"): _READABLE,
     ("skyrl_train/rollout/hosts/hosted.py", "task.result"): _IS_DONE,
-    ("skyrl_train/rollout/hosts/threads.py", "running.result"): _IS_DONE,
+    ("skyrl_train/rollout/hosts/threads.py", "calls.get"): _IDLE,
     (
         "skyrl_train/rollout/hosts/worker.py",
         "connection.recv",

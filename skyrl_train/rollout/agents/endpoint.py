@@ -76,8 +76,11 @@ class _Endpoint:
 
     def _asked(self, path: str, headers: Mapping[str, str]) -> tuple[str, str, Session]:
         """Return the key, the path without it, and the session. Raises RequestError."""
-        in_path = _IN_PATH.fullmatch(path)
-        key, path = (in_path[1], in_path[2] or "/") if in_path else (_key_in(headers), path)
+        if in_path := _IN_PATH.fullmatch(path):
+            key, path = in_path[1], in_path[2] or "/"
+        else:
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            key = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         session = self.sessions.get(key)
         if session is None:
             raise RequestError(_NO_KEY, status=401, code="invalid_api_key")
@@ -89,18 +92,17 @@ class _Endpoint:
         if path in ("/v1/models", f"/v1/models/{MODEL}"):
             _check_method(request.method, path, "GET")
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "skyrl_train"}
-            return HttpAnswer(body=json.dumps(model if path.endswith(MODEL) else _list_of(model)))
+            listed = {"object": "list", "data": [model]}
+            return HttpAnswer(body=json.dumps(model if path.endswith(MODEL) else listed))
         wire = WIRES.get(path)
         if wire is None:
             known = ", ".join(["/v1/models", *WIRES])
             raise RequestError(f"there is nothing at this path; there are {known}", status=404)
         _check_method(request.method, path, "POST")
         body, digest = _body_of(request, path)
-        origin = Origin(
-            body=digest,
-            key=request.headers.get("idempotency-key", ""),
-            attempt=_attempt_of(request),
-        )
+        key, count = (request.headers.get(name, "") for name in ("idempotency-key", "x-stainless-retry-count"))
+        is_count = count.isascii() and count.isdigit() and len(count) < 10
+        origin = Origin(body=digest, key=key, attempt=int(count) if is_count else None)
         asked = wire.read(body)
         if body.get("stream") is True:
             events = await begun(
@@ -183,11 +185,6 @@ async def _events(
         asking.cancel()
 
 
-def _key_in(headers: Mapping[str, str]) -> str:
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-
-
 def _check_method(given: str, path: str, method: str) -> None:
     if given != method:
         raise RequestError(f"{path} is asked with {method}", status=405)
@@ -207,12 +204,3 @@ def _body_of(request: HttpRequest, path: str) -> tuple[Mapping[str, Any], bytes]
     if not isinstance(body.get("model", ""), str):
         raise RequestError("model: must be a text; any will do", param="model")
     return body, digest.digest()
-
-
-def _attempt_of(request: HttpRequest) -> int | None:
-    count = request.headers.get("x-stainless-retry-count", "")
-    return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else None
-
-
-def _list_of(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"object": "list", "data": [model]}

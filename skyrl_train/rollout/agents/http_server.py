@@ -37,6 +37,7 @@ _ANSWER_WITHIN_S = 86400.0
 """Of an answer, whose parts have deadlines of their own."""
 _BACKLOG = 1024
 _JSON = "application/json"
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
 _FIRST_LINE = re.compile(r"([A-Z]{1,20}) (/\S{0,2000}) HTTP/1\.([01])")
 
 
@@ -47,7 +48,12 @@ class RequestError(Exception):
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"message": message, "type": _error_type(status), "code": code, "param": param}
+        self.body = {
+            "message": message,
+            "type": _ERROR_TYPES.get(status, "invalid_request_error"),
+            "code": code,
+            "param": param,
+        }
 
 
 @dataclass(kw_only=True)
@@ -357,8 +363,3 @@ def _head_of(answer: HttpAnswer, length: str, *, is_last: bool) -> bytes:
         *(["Connection: close"] if is_last else []),
     ]
     return "\r\n".join(head).encode("latin-1", "replace") + b"\r\n\r\n"
-
-
-def _error_type(status: int) -> str:
-    known = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
-    return known.get(status, "invalid_request_error")

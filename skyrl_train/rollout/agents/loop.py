@@ -51,7 +51,7 @@ from skyrl_train.rollout.boundary import (
 from skyrl_train.rollout.http import UnreadableReply, client_arguments, send
 from skyrl_train.system import WorkerThread, find_programs
 from skyrl_train.system.files import json_line, parse_json
-from skyrl_train.types import FailureKind, Outcome, Prompt, Trajectory, Turn
+from skyrl_train.types import FailureKind, Outcome, Trajectory, Turn
 
 _MAX_REPORT_BYTES = 1 << 20
 _HARMLESS = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM")
@@ -245,7 +245,8 @@ async def agent(
     try:
         # Its time begins when it has a place to run in, for which it may have to wait.
         async with _sandbox(command, launcher) as sandbox, opened(session, host) as address:
-            task = _task_of(episode.job.prompt)
+            prompt = episode.job.prompt
+            task = {**prompt.extras, "uid": prompt.uid, "prompt": [dict(message) for message in prompt.messages]}
             if run is not None:
                 playing = _call(run, task, address)
             elif sandbox is not None:
@@ -340,8 +341,3 @@ def _trajectory(
         first_messages=() if unchanged else kept.first_messages,
         teacher_prompt_token_ids=job.teacher_token_ids if is_prompt else job.teacher_token_ids[:0],
     )
-
-
-def _task_of(prompt: Prompt) -> dict[str, Any]:
-    """Return what a program is told of its task: the row, with its messages as `prompt`."""
-    return {**prompt.extras, "uid": prompt.uid, "prompt": [dict(message) for message in prompt.messages]}

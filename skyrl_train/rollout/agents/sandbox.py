@@ -217,7 +217,9 @@ class SandboxPool:
         """Return one that was started ahead; None where there is room for another one, which is taken."""
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait_for(self._has_room), self.launcher.wait_s)
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: bool(self._warm) or self._may_start()), self.launcher.wait_s
+                )
             except asyncio.TimeoutError:
                 limits = f"launcher.wait_s={self.launcher.wait_s:g}; launcher.most={self.launcher.most} are in use"
                 raise SandboxError(f"no sandbox was free within {limits}") from None
@@ -228,9 +230,6 @@ class SandboxPool:
                 self._begin(self._retire(sandbox))
             self._num += 1
             return None
-
-    def _has_room(self) -> bool:
-        return bool(self._warm) or self._may_start()
 
     def _may_start(self) -> bool:
         return self.launcher.most is None or self._num < self.launcher.most

@@ -91,11 +91,14 @@ def tree_of(sampled: Sequence[Sampled]) -> SessionRecord:
     order = _depth_first([turn.parent for turn in turns], children)
     places: dict[int | None, int | None] = {None: None, **{index: place for place, index in enumerate(order)}}
     is_root = [turn.parent is None for turn in turns]
+    ordered = []
+    for index in order:
+        # what the first turn below one adds to it
+        below = [sampled[child].messages[len(sampled[index].messages) + 1 :] for child in children[index][:1]]
+        observations = below[0] if below else ()
+        ordered.append(replace(turns[index], parent=places[turns[index].parent], observations=observations))
     return SessionRecord(
-        turns=tuple(
-            replace(turns[index], parent=places[turns[index].parent], observations=_said_to(sampled, index, children))
-            for index in order
-        ),
+        turns=tuple(ordered),
         first_messages=sampled[order[0]].messages if order else (),
         metrics={
             "turns": len(turns),
@@ -104,13 +107,6 @@ def tree_of(sampled: Sequence[Sampled]) -> SessionRecord:
             "rewritten": sum(not root and new > 0 for root, new in zip(is_root, num_new_answers)),
         },
     )
-
-
-def _said_to(sampled: Sequence[Sampled], index: int, children: Sequence[Sequence[int]]) -> tuple[ChatMessage, ...]:
-    """Return the messages that the first turn below one adds to it."""
-    if not children[index]:
-        return ()
-    return sampled[children[index][0]].messages[len(sampled[index].messages) + 1 :]
 
 
 def _depth_first(parents: Sequence[int | None], children: Sequence[Sequence[int]]) -> list[int]:
@@ -474,7 +470,8 @@ class Session:
         text = self._chat.text(completion.heard).rstrip("\ufffd")
         for stop in asked.stop:
             text = text.partition(stop)[0]
-        held = max((_overlap(text, stop) for stop in asked.stop), default=0)
+        beginnings = (stop[:size] for stop in asked.stop for size in range(1, len(stop) + 1))
+        held = max((len(each) for each in beginnings if text.endswith(each)), default=0)
         return text[: len(text) - held]
 
     def _message(self, completion: _Completion, output: GenerationOutput, text: str) -> ChatMessage:
@@ -495,11 +492,6 @@ class Session:
         for stop in asked.stop:
             text = text.partition(stop)[0]
         return {"role": "assistant", "content": text}
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a stop string."""
-    return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _digests(tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]) -> list[bytes]:

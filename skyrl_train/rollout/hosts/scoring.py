@@ -119,7 +119,9 @@ class Rewards:
     ) -> Sequence[Score | EnvironmentFailed]:
         """Return what the function says of each trajectory, or why it says nothing."""
         num_values = None if self._form(entry) == "each" else len(trajectories)
-        row, samples = _facts_of_prompt(prompt), [_facts_of_trajectory(prompt, one) for one in trajectories]
+        messages = [dict(message) for message in prompt.messages]
+        row: dict[str, Any] = {**row_columns(prompt), "prompt": messages, "uid": prompt.uid}
+        samples = [_facts_of_trajectory(prompt, one) for one in trajectories]
         if self._facts[entry.setting].convention == "trl":
             row |= {"prompt_is_text": prompt.is_text, "global_step": global_step}
             for sample, one in zip(samples, trajectories):
@@ -225,14 +227,15 @@ async def server_problems(environment: EnvironmentConfig) -> list[Violation]:
     remedy = "start it, or correct the setting"
     rule = "must be the address of a server that can be used, http://HOST:PORT"
     return [
-        Violation.of(f"{entry.setting}.url", redact_text(_url_of(entry)), f"{rule} ({problem.rstrip('.')})", remedy)
+        Violation.of(
+            f"{entry.setting}.url",
+            redact_text(str(split_spec(entry.spec)[1].get("url", ""))),
+            f"{rule} ({problem.rstrip('.')})",
+            remedy,
+        )
         for entry, problem in found
         if problem
     ]
-
-
-def _url_of(entry: RewardEntry) -> str:
-    return str(split_spec(entry.spec)[1].get("url", ""))
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:
@@ -243,11 +246,6 @@ def row_columns(prompt: Prompt) -> dict[str, Any]:
         if isinstance(spec, Mapping) and "ground_truth" in spec:
             columns = {**dict.fromkeys(("answer", "ground_truth"), spec["ground_truth"]), **columns}
     return columns
-
-
-def _facts_of_prompt(prompt: Prompt) -> dict[str, Any]:
-    messages = [dict(message) for message in prompt.messages]
-    return {**row_columns(prompt), "prompt": messages, "uid": prompt.uid}
 
 
 def _facts_of_trajectory(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
@@ -327,12 +325,10 @@ def _facts_in_process(specs: str, variables: tuple[str, ...]) -> Mapping[str, Re
     """`specs` is JSON: settings to rewards. Raises ConfigError."""
     rewards: dict[str, PartSpec] = json.loads(specs)
     settings = WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards, variables=variables)
-    return {
-        setting: RewardFacts(**{name: _tuple(value) for name, value in each.items()})
-        for setting, each in import_in_process(settings, "rewards").items()
-    }
-
-
-def _tuple(value: object) -> Any:
-    """Return what JSON made a list of as it was."""
-    return tuple(value) if isinstance(value, list) else value
+    found: dict[str, RewardFacts] = {}
+    for setting, facts in import_in_process(settings, "rewards").items():
+        fields: dict[str, Any] = {  # JSON made lists of tuples
+            name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
+        }
+        found[setting] = RewardFacts(**fields)
+    return found

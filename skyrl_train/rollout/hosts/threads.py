@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 import pdb
+import queue
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from skyrl_train.registry import at_breakpoint
 from skyrl_train.rollout.boundary import MAX_WORKERS, AroundCalls, Request, describe, late
 from skyrl_train.rollout.hosts.hosted import HostedEnvironment
-from skyrl_train.system import WorkerThread
 
 T = TypeVar("T")
 
@@ -49,27 +49,51 @@ def _breakpoint(*arguments: Any, **named: Any) -> object:
 
 
 class _Call(Generic[T]):
-    """One function that runs on a thread."""
+    """One function to run on a thread, and where its result goes. A future of `concurrent.futures` would cost as much as
+    half of a call."""
 
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+        self._function, self._loop = function, loop
+        self.future: asyncio.Future[T] = loop.create_future()
         self.is_debugged = False
         """Whether it has come to a `breakpoint()`, and so has no deadline any more."""
         self.num_stops = 0
         """How often it has taken the terminal."""
 
-    def run(self) -> T:
+    def run(self) -> None:
         _running.call = self
         try:
-            return self._function()
+            settle = partial(self._settle, self.future.set_result, self._function())
         except BaseException as error:
             # A future takes neither what ends a program nor a StopIteration.
-            if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                raise
-            raise RuntimeError(describe(error)) from error
+            usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            settle = partial(
+                self._settle, self.future.set_exception, error if usable else RuntimeError(describe(error))
+            )
         finally:
             for _ in range(self.num_stops):
                 _terminal.release()
+        with suppress(RuntimeError):  # the loop is closed by the time an abandoned call returns: nobody waits for it
+            self._loop.call_soon_threadsafe(settle)
+
+    def expire(self) -> None:
+        if not self.is_debugged:
+            self._settle(self.future.set_exception, _DeadlineExceeded())
+
+    def _settle(self, setter: Callable[[Any], None], value: object) -> None:
+        if not self.future.done():
+            setter(value)
+
+
+class _DeadlineExceeded(Exception):
+    """Internal: distinguished from a TimeoutError that the environment itself raised."""
+
+
+def _work(calls: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    """Be a thread, until None comes. Nobody waits for what a clean-up raises."""
+    while (run := calls.get()) is not None:
+        with suppress(BaseException):
+            run()
 
 
 class ThreadEnvironments:
@@ -87,7 +111,8 @@ class ThreadEnvironments:
         if sys.breakpointhook is sys.__breakpointhook__:
             sys.breakpointhook = _breakpoint
         self._slots = asyncio.Semaphore(num_workers or MAX_WORKERS)
-        self._idle: list[WorkerThread] = []
+        self._idle: list[queue.SimpleQueue[Callable[[], object] | None]] = []
+        """Where threads without a call get their next one; None ends them."""
         self.timeout_s = timeout_s
         self._num_started = 0
         self.num_given_up = 0
@@ -104,29 +129,37 @@ class ThreadEnvironments:
         """
         async with self._slots:
             if self._idle:
-                thread = self._idle.pop()
+                calls = self._idle.pop()
             else:
                 self._num_started += 1
-                thread = WorkerThread(f"environment-{self._num_started}")
-            call = _Call(function)
-            running = asyncio.wrap_future(thread.submit(call.run))
+                calls = queue.SimpleQueue()
+                name = f"environment-{self._num_started}"
+                threading.Thread(target=_work, args=(calls,), name=name, daemon=True).start()
+            loop = asyncio.get_running_loop()
+            call: _Call[T] = _Call(function, loop)
+            calls.put(call.run)
+            deadline = loop.call_later(self.timeout_s, call.expire)
             try:
-                while not (await asyncio.wait({running}, timeout=self.timeout_s))[0]:
-                    if not call.is_debugged:
-                        raise late(what, self.timeout_s)
-            except BaseException:  # too late, or nobody waits for it any more: the thread is given up
-                self.num_given_up += 1
-                running.cancel()
+                result = await call.future
+            except (_DeadlineExceeded, asyncio.CancelledError) as error:
+                self.num_given_up += 1  # and the thread is
                 if if_late is not None:
-                    thread.submit(if_late)
-                thread.close(0.0)
+                    calls.put(if_late)
+                calls.put(None)
+                if isinstance(error, _DeadlineExceeded):
+                    raise late(what, self.timeout_s) from None
                 raise
-            self._idle.append(thread)
-            return running.result()
+            except BaseException:
+                self._idle.append(calls)
+                raise
+            finally:
+                deadline.cancel()
+            self._idle.append(calls)
+            return result
 
     async def aclose(self) -> None:
         while self._idle:
-            self._idle.pop().close(0.0)
+            self._idle.pop().put(None)
 
 
 class _OnThreads:

@@ -120,9 +120,10 @@ class Rubric:
 
         Raises EnvironmentFailed (invalid_reward) naming the first criterion that the reply has no score for.
         """
-        found = (
-            _object_in(reply) if self._reply == "json" else {name: self._last(name, reply) for name in self._criteria}
-        )
+        if self._reply == "json":
+            found = _object_in(reply)
+        else:  # the last line that gives a criterion a value
+            found = {name: (re.findall(self._expression(name), reply) or [None])[-1] for name in self._criteria}
         scores = {
             name: float(criterion.get("weight", 1.0)) * self._score(name, found.get(name), reply)
             for name, criterion in self._criteria.items()
@@ -150,11 +151,6 @@ class Rubric:
         if self._reply == "grades":
             return f"one of {', '.join(self._grades)}"
         return f"a number from {self._scale[0]:g} to {self._scale[1]:g}"
-
-    def _last(self, name: str, reply: str) -> str | None:
-        """Return the value of the last line that gives the criterion one."""
-        found = re.findall(self._expression(name), reply)
-        return found[-1] if found else None
 
     def _expression(self, name: str) -> str:
         if self._pattern:

@@ -299,7 +299,9 @@ def _named(
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     of_each = [_as_annotated({**prompt, **sample}, hints, several=form != "each") for sample in samples]
     if convention == "trl":
-        given = trl_arguments(prompt, samples, as_text=_as_text(hints.get("completions")))
+        hint = hints.get("completions")
+        as_text = False if _is_list(hint, 2) else True if hint == list[str] else None
+        given = trl_arguments(prompt, samples, as_text=as_text)
     elif convention == "verl":
         given, takes_any = verl_arguments(prompt, samples[0]), False
     elif form == "each":
@@ -324,11 +326,6 @@ def _as_annotated(facts: dict[str, Any], hints: Mapping[str, Any], *, several: b
         "completion": facts["completion_messages"] if as_messages else facts["completion"],
         "prompt": last_user if as_text else facts["prompt"],
     }
-
-
-def _as_text(hint: Any) -> bool | None:
-    """Whether an annotation of several completions says that each is a text; None where it says nothing."""
-    return False if _is_list(hint, 2) else True if hint == list[str] else None
 
 
 def _is_list(hint: Any, depth: int) -> bool:

@@ -32,7 +32,7 @@ from skyrl_train.rollout.admission import (
     Admission,
     AdmissionSettings,
     Closed,
-    Settled,
+    ConsumedPrompts,
 )
 from skyrl_train.rollout.checked_engine import check_failures
 from skyrl_train.rollout.generator import ProgressCallback, RolloutGenerator
@@ -99,7 +99,7 @@ class Taken:
     rollouts: RolloutBatch
     everything: RolloutBatch
     """The groups of `rollouts`, then those that had finished and were discarded since the batch before."""
-    settled: Settled
+    settled: ConsumedPrompts
     """The prompts that are trained on, this batch included, or dropped."""
     metrics: Mapping[str, float]
     """`stream/...`, `engines/...`, `timing/group/...` and `timing/wait/...`."""
@@ -147,7 +147,7 @@ class RolloutStream:
         self._idle_s, self._idle_since = 0.0, 0.0
         """Seconds without any group in flight, and when they began."""
 
-    def begin(self, *, version: int, settled: Settled) -> None:
+    def begin(self, *, version: int, settled: ConsumedPrompts) -> None:
         """Have groups begin. The engine has the weights of `version`, which is also the number of finished steps."""
         self._generator.thread.run(self._begin(version, settled))
 
@@ -176,7 +176,7 @@ class RolloutStream:
             self._generator.thread.run(self._end())
         self._journal.close()
 
-    async def _begin(self, version: int, settled: Settled) -> None:
+    async def _begin(self, version: int, settled: ConsumedPrompts) -> None:
         self._admission = Admission(settings=self._settings.admission, version=version, settled=settled)
         self._idle_since = time.monotonic()
         self._journal.resume(version, settled)
@@ -184,7 +184,7 @@ class RolloutStream:
             self._chosen = {
                 position: self._curriculum.named(uids)
                 for position, uids in self._journal.chosen.items()
-                if position >= settled.frontier // self._settings.admission.batch_size
+                if position >= settled.watermark // self._settings.admission.batch_size
             }
             self._journal.chosen.clear()
         self._go_on()
@@ -228,7 +228,9 @@ class RolloutStream:
                     f"{self._journal.path}: the groups in it are none of this run at version {version}: no batch can be "
                     "made of them. Start over with trainer.resume_mode=none"
                 )
-            self._report()
+            if self._on_progress is not None:
+                size = self._settings.admission.batch_size
+                self._on_progress(min(self._rules.num_ready, size), size)
             self._changed.clear()
             await self._changed.wait()
 
@@ -249,7 +251,10 @@ class RolloutStream:
         while (ordinal := self._rules.start()) is not None:
             self._journal.begin(ordinal, self._rules.version)
             self._start(ordinal)
-        self._count_idle()
+        now = time.monotonic()
+        if self._idle_since:
+            self._idle_s += now - self._idle_since
+        self._idle_since = 0.0 if self._rules.num_in_flight else now
 
     def _start(self, ordinal: int) -> None:
         self._clocks[ordinal] = _Clock(time.monotonic())
@@ -383,7 +388,7 @@ class RolloutStream:
             **self._journal.take_counts(),
         }
         settled = self._rules.settled
-        first = settled.frontier // self._settings.admission.batch_size
+        first = settled.watermark // self._settings.admission.batch_size
         self._chosen = {position: chosen for position, chosen in self._chosen.items() if position >= first}
         if self._is_restored:
             self._start_groups()
@@ -410,14 +415,3 @@ class RolloutStream:
             name = "stream/response_length"
             metrics |= {f"{name}/taken": mean_length(taken), f"{name}/surplus": surplus}
         return metrics
-
-    def _count_idle(self) -> None:
-        now = time.monotonic()
-        if self._idle_since:
-            self._idle_s += now - self._idle_since
-        self._idle_since = 0.0 if self._rules.num_in_flight else now
-
-    def _report(self) -> None:
-        if self._on_progress is not None:
-            size = self._settings.admission.batch_size
-            self._on_progress(min(self._rules.num_ready, size), size)

@@ -277,7 +277,9 @@ class _Connection:
             schemas: list[Schema] = []
             page = await client.list_tools()
             while True:
-                schemas += [_schema(tool) for tool in page.tools]
+                for tool in page.tools:
+                    about = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                    schemas.append({"type": "function", "function": about})
                 if not page.next_cursor:
                     break
                 page = await client.list_tools(cursor=page.next_cursor)
@@ -304,11 +306,6 @@ def _part(block: Any) -> dict[str, str]:
     if block.type == "image":
         return {"type": "image", "image": f"data:{block.mime_type};base64,{block.data}"}
     return {"type": "text", "text": block.text if block.type == "text" else f"[{block.type}]"}
-
-
-def _schema(tool: Any) -> Schema:
-    described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": described}
 
 
 def _innermost(error: BaseException) -> str:
