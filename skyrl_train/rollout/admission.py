@@ -116,9 +116,9 @@ class AdmissionSettings:
     """What the rules are given."""
 
     batch_size: int
-    """Groups of a batch."""
+    """Prompt groups in each batch that the learner trains on."""
     max_staleness: int
-    """Versions; at least 1."""
+    """Versions that the learner may be ahead of the oldest token that it trains on; at least 1."""
     stale_groups: StaleGroups
     """Whether a batch waits for a group that is due in it, or drops it."""
     total_batches: int
@@ -156,7 +156,7 @@ class _Pending:
     """A group that is in no batch yet."""
 
     began_at: int
-    """Version."""
+    """Version of the weights that engines had when it began."""
     is_finished: bool = False
     idle_reason: str = ""
     """Why a group that finished teaches nothing; empty where it does."""

@@ -87,6 +87,28 @@ class Job:
         purpose = f"sample/{self.purpose}"
         return derive_seed(self.seed, purpose, self.global_step, self.prompt_number, self.sample_index, turn_index)
 
+    def trajectory(
+        self,
+        turns: Sequence[Turn],
+        outcome: Outcome,
+        first_messages: tuple[ChatMessage, ...],
+        metrics: Mapping[str, float] | None = None,
+        broken: EnvironmentFailed | None = None,
+    ) -> Trajectory:
+        """Return the sample: `first_messages` are those of its first prompt, `broken` what it failed over."""
+        # The teacher's prompt was made of the row's messages: it has none where others came first.
+        is_prompt = bool(turns) and np.array_equal(turns[0].added_token_ids, self.prompt_token_ids)
+        return Trajectory(
+            prompt_uid=self.prompt.uid,
+            sample_index=self.sample_index,
+            turns=tuple(turns),
+            outcome=outcome,
+            failure=broken.to_failure(turn_index=len(turns)) if broken else None,
+            metrics=metrics or {},
+            first_messages=() if first_messages == self.prompt.messages else first_messages,
+            teacher_prompt_token_ids=self.teacher_token_ids if is_prompt else self.teacher_token_ids[:0],
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
@@ -94,7 +116,7 @@ class Episode:
 
     job: Job
     engine: InferenceEngine
-    """Whose answers were checked."""
+    """It answers with what was checked (`checked_engine.py`)."""
     session: EnvironmentSession
     """Its environment, of which each call has a deadline."""
     chat: ChatTokens
@@ -159,9 +181,10 @@ class AgentLoop:
         try:
             outcome = await self._run_turns()
             metrics = await self._session.metrics()
-            return self._trajectory(outcome, metrics={**metrics, **self._counts} if self._tools else metrics)
+            metrics = {**metrics, **self._counts} if self._tools else metrics
+            return self._job.trajectory(self._turns, outcome, self._first_messages, metrics)
         except EnvironmentFailed as broken:
-            return self._trajectory(Outcome.FAILED, broken=broken)
+            return self._job.trajectory(self._turns, Outcome.FAILED, self._first_messages, broken=broken)
         finally:
             await self._session.close()
 
@@ -276,7 +299,7 @@ class AgentLoop:
 
     def _first_prompt(self, messages: list[ChatMessage]) -> TokenIds:
         unchanged = messages == list(self._job.prompt.messages)
-        self._first_messages = () if unchanged else tuple(messages)
+        self._first_messages = tuple(messages)
         self._tools = self._offered()
         if unchanged and self._tools == self._job.tools:
             prompt = self._job.prompt_token_ids
@@ -305,23 +328,6 @@ class AgentLoop:
             images=self._images,
         )
         return await ask_engine(self._engine, request, self._limits.request_timeout_s)
-
-    def _trajectory(
-        self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: EnvironmentFailed | None = None
-    ) -> Trajectory:
-        # The teacher's prompt is that of the row's messages: none where the environment changed them.
-        first = self._turns[0].added_token_ids if self._turns else ()
-        teacher = self._job.teacher_token_ids
-        return Trajectory(
-            prompt_uid=self._job.prompt.uid,
-            sample_index=self._job.sample_index,
-            turns=tuple(self._turns),
-            outcome=outcome,
-            failure=broken.to_failure(turn_index=len(self._turns)) if broken else None,
-            metrics=metrics or {},
-            first_messages=self._first_messages,
-            teacher_prompt_token_ids=teacher if np.array_equal(first, self._job.prompt_token_ids) else teacher[:0],
-        )
 
     def _add_turn(
         self,

@@ -1,8 +1,7 @@
 """What stands before an inference engine, and what a recording or a custom agent loop hands in, checked before it is used.
 
 Whichever engine answers (Hugging Face, vLLM, a server, a custom one), `CheckedEngine` stands before it, so that no other
-code has to doubt an answer. What is refused fails the one trajectory that asked, with the reason. Before a stream's engine
-stands `JournaledEngine` as well.
+code has to doubt an answer. What is refused fails the one trajectory that asked, with the reason.
 
 Tokens of an answer that is on its way are told to whoever listens while an engine is asked:
 
@@ -69,7 +68,7 @@ def listening(take: Listener | None) -> Iterator[None]:
 logger = logging.getLogger(__name__)
 
 _MAX_REASONS = 5
-"""Lines about failed trajectories."""
+"""Lines about failed trajectories in one message."""
 FIRST_FEW = 8
 """Trajectories that begin first: where they fail alike before any has succeeded, the others would, too."""
 _QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*(?:'|$)|"(?:\\.|[^"\\])*(?:"|$))""", re.DOTALL)
@@ -80,11 +79,23 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 class CheckedEngine:
     """Implements `InferenceEngine` by another one, of which it trusts nothing."""
 
-    def __init__(self, engine: InferenceEngine, *, vocabulary_size: int, activity: Activity | None = None) -> None:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        *,
+        vocabulary_size: int,
+        activity: Activity | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         """`vocabulary_size`: rows of the policy's embedding, one for each token id that it can be given. `activity` is told
-        of requests."""
-        self._engine, self._activity = engine, activity or Activity()
+        of requests. Answers are in the `journal` before anybody has them, or taken from there."""
+        self._engine, self._activity, self._journal = engine, activity or Activity(), journal
         self._vocabulary_size = vocabulary_size
+
+    def with_journal(self, journal: Journal) -> CheckedEngine:
+        """Return the same with a journal, for one trajectory."""
+        size, activity = self._vocabulary_size, self._activity
+        return CheckedEngine(self._engine, vocabulary_size=size, activity=activity, journal=journal)
 
     @property
     def weight_version(self) -> int:
@@ -92,15 +103,20 @@ class CheckedEngine:
         return self._engine.weight_version
 
     def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
+        """Announce a trajectory to the engine, which may wait for it."""
         return self._engine.lease()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Raises EngineError where the engine breaks or its answer is refused, DeadlineError where it is late."""
+        """Return a checked answer. Raises EngineError where the engine breaks or its answer is refused, DeadlineError where
+        it is late, SaveError."""
+        if self._journal is not None and (known := self._journal.turn(request)) is not None:
+            return known
         check_prompt(request.prompt_token_ids, vocabulary_size=self._vocabulary_size)
         oldest = self._engine.weight_version
+        # Nobody may act on tokens that the journal might lose.
+        heard = listener() if self._journal is None else None
         try:
-            with self._activity.request():
+            with self._activity.request(), listening(heard):
                 answer = await self._engine.generate(request)
         except SkyrlTrainError:
             raise
@@ -108,40 +124,13 @@ class CheckedEngine:
             logger.warning("the engine broke over request %s", request.request_id, exc_info=error)
             raise EngineError(f"the engine broke over request {request.request_id}: {describe(error)}") from error
         versions = (oldest, self._engine.weight_version)
-        return check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=versions)
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._engine.close()
-
-
-class JournaledEngine:
-    """Implements `InferenceEngine` by another one, whose answers are in the journal before anybody has them."""
-
-    def __init__(self, engine: InferenceEngine, journal: Journal) -> None:
-        self._engine, self._journal = engine, journal
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that answer now."""
-        return self._engine.weight_version
-
-    def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
-        return self._engine.lease()
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Raises as the engine does; SaveError."""
-        known = self._journal.turn(request)
-        if known is not None:
-            return known
-        with listening(None):  # nobody may act on tokens that the journal might lose
-            output = await self._engine.generate(request)
-        await self._journal.keep_turn(request, output)
+        output = check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=versions)
+        if self._journal is not None:
+            await self._journal.keep_turn(request, output)
         return output
 
     def close(self) -> None:
-        """Close the engine."""
+        """Close the engine behind it."""
         self._engine.close()
 
 

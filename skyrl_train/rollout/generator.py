@@ -24,13 +24,12 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine, ReportsMetrics
 from skyrl_train.parts import AGENT_LOOPS
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
-from skyrl_train.rollout.boundary import Environments, ToolSettings
+from skyrl_train.rollout.boundary import Environments
 from skyrl_train.rollout.boundary.session import EnvironmentSession, Restarted
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import (
     FIRST_FEW,
     CheckedEngine,
-    JournaledEngine,
     check_failures,
     checked_trajectory,
 )
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 STREAM = "stream"
 """Purpose, in requests and seeds, of groups that run by themselves."""
 _GREEDY = "greedy_stream"
-"""Of their greedy samples."""
+"""Purpose of their greedy samples, which are a baseline."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
@@ -123,7 +122,7 @@ class RolloutGenerator:
         self._context = generator.privileged_context
         self._seed = seed
         self.thread = LoopThread(name="rollout")
-        """Where all trajectories run."""
+        """The event loop that all trajectories run on."""
         self._mix = {dataset.name: dataset for dataset in mix}
         # With a mix, no prompt is scored by the environment of the run.
         own = {name: dataset.environment for name, dataset in self._mix.items()} or {"": environment}
@@ -349,13 +348,14 @@ class RolloutGenerator:
             with_sandbox(task.environment.env_class or env_class, task.environment),
             extras,
             name=env_class.rpartition(":")[2],
-            tools=ToolSettings(specs=task.environment.tools, max_result_chars=task.environment.max_tool_result_chars),
+            tools=task.environment.tools,
+            max_result_chars=task.environment.max_tool_result_chars,
             journal=journal,
             trajectory=job.name,
         )
         return Episode(
             job=job,
-            engine=self._engine if journal is None else JournaledEngine(self._engine, journal),
+            engine=self._engine if journal is None else self._engine.with_journal(journal),
             session=session,
             chat=self._chat,
             limits=self._limits,

@@ -79,10 +79,10 @@ class Call:
     """What an environment answered in a run before."""
 
     of: str
-    """Digest of the call."""
+    """Digest of the call and its arguments."""
     value: Any
     resume: Mapping[str, Any]
-    """As in `boundary.Answer`."""
+    """How the environment comes back to where it was then, as in `boundary.Answer`."""
 
 
 class Journal:

@@ -37,7 +37,7 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Generic[T]):
-    """The program is over."""
+    """The program is over, with what it returned."""
 
     value: T
 

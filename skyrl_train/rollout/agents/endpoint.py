@@ -87,7 +87,7 @@ class _Endpoint:
         return key, path, session
 
     async def handle(self, request: HttpRequest) -> HttpAnswer:
-        """Raises RequestError."""
+        """Return the answer to a request of any of the sessions. Raises RequestError."""
         _, path, session = self._asked(request.path, request.headers)
         if path in ("/v1/models", f"/v1/models/{MODEL}"):
             _check_method(request.method, path, "GET")

@@ -60,7 +60,7 @@ class RequestError(Exception):
 class HttpRequest:
     method: str
     path: str
-    """Without a query."""
+    """Of the first line, without a query."""
     headers: Mapping[str, str]
     """By names in lower case."""
     body: bytes

@@ -30,7 +30,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
 
 from skyrl_train.config.environment import RUN_SETTING, launcher_of
 from skyrl_train.errors import EngineError, SandboxError
@@ -51,7 +50,7 @@ from skyrl_train.rollout.boundary import (
 from skyrl_train.rollout.http import UnreadableReply, client_arguments, send
 from skyrl_train.system import WorkerThread, find_programs
 from skyrl_train.system.files import json_line, parse_json
-from skyrl_train.types import FailureKind, Outcome, Trajectory, Turn
+from skyrl_train.types import FailureKind, Outcome, Trajectory
 
 _MAX_REPORT_BYTES = 1 << 20
 _HARMLESS = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM")
@@ -106,7 +105,7 @@ async def _call(spec: PartSpec, task: Mapping[str, Any], address: Address) -> ob
 
 @functools.cache
 def _imported(target: str) -> Callable[..., object]:
-    """Raises ConfigError."""
+    """Return the function of a target, imported once in a process. Raises ConfigError."""
     function: Any = import_attr(target, field=RUN_SETTING)
     return function  # type: ignore[no-any-return]
 
@@ -257,8 +256,8 @@ async def agent(
         return await _scored(episode, session.kept(), session.refused or Outcome.DONE, report)
     except EnvironmentFailed as broken:
         kept = session.kept()
-        failure = broken.to_failure(turn_index=len(kept.turns))
-        return replace(_trajectory(episode, kept, kept.turns, Outcome.DONE), outcome=Outcome.FAILED, failure=failure)
+        turns, first = kept.turns, kept.first_messages
+        return episode.job.trajectory(turns, Outcome.FAILED, first, kept.metrics, broken=broken)
     finally:
         await episode.session.close()
 
@@ -319,25 +318,4 @@ async def _scored(episode: Episode, kept: SessionRecord, outcome: Outcome, repor
         reward = (await episode.session.step(kept.turns[-1].response_text)).reward
         metrics = await episode.session.metrics()
     turns = (*kept.turns[:-1], replace(kept.turns[-1], reward=reward))
-    return _trajectory(episode, kept, turns, outcome, metrics)
-
-
-def _trajectory(
-    episode: Episode,
-    kept: SessionRecord,
-    turns: tuple[Turn, ...],
-    outcome: Outcome,
-    metrics: Mapping[str, float] | None = None,
-) -> Trajectory:
-    job = episode.job
-    is_prompt = bool(turns) and np.array_equal(turns[0].added_token_ids, job.prompt_token_ids)
-    unchanged = kept.first_messages == job.prompt.messages
-    return Trajectory(
-        prompt_uid=job.prompt.uid,
-        sample_index=job.sample_index,
-        turns=turns,
-        outcome=outcome,
-        metrics={**(metrics or {}), **kept.metrics},
-        first_messages=() if unchanged else kept.first_messages,
-        teacher_prompt_token_ids=job.teacher_token_ids if is_prompt else job.teacher_token_ids[:0],
-    )
+    return episode.job.trajectory(turns, outcome, kept.first_messages, {**metrics, **kept.metrics})

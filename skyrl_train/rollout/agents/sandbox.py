@@ -307,7 +307,7 @@ class SandboxPool:
             )
 
     async def _check_none_is_left(self) -> None:
-        """Raises SandboxError."""
+        """Remove what `cleanup` did not. Raises SandboxError naming what is left all the same."""
         own = {name for name in await self._remaining() if name.startswith(_own_prefix())}
         await asyncio.gather(*(Sandbox(self.launcher, name).remove() for name in own))
         if own and (own := own & await self._remaining()):

@@ -54,7 +54,7 @@ class Sampled:
     prompt: TokenIds
     output: GenerationOutput
     text: str
-    """Of the whole response."""
+    """Of the whole response, without special tokens."""
     calls: tuple[Mapping[str, Any], ...] = ()
     """That were read in it, as its message has them."""
 

@@ -94,7 +94,7 @@ class ChatReply:
     """Of the answer within its session."""
     message: ChatMessage
     finish: str
-    """stop, length or tool_calls."""
+    """Why it ended, in the words of chat completions: stop, length or tool_calls."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """0 where tokens are counted elsewhere."""
@@ -550,7 +550,7 @@ WIRES: Mapping[str, Wire] = {
     "/v1/responses": Wire(_read_response, _response, _response_events),
     "/v1/messages": Wire(_read_messages, _anthropic_message, _anthropic_events),
 }
-"""Formats by their paths."""
+"""The formats of requests, by the paths that they come to."""
 
 
 # What is not done

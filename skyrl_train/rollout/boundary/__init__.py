@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 from skyrl_train.errors import SkyrlTrainError, counted
-from skyrl_train.registry import PartSpec, error_text, own_line
+from skyrl_train.registry import error_text, own_line
 from skyrl_train.rollout.tools.toolbox import Schema, is_content
 from skyrl_train.rollout.tools.variables import told_missing
 from skyrl_train.system import lazily
@@ -198,14 +198,6 @@ class StepResult:
     """Whether it was cut short, as by a limit on steps. Nothing is estimated for what would have followed."""
     components: dict[str, float] = field(default_factory=dict)
     """What the reward is the sum of, by name, where the environment says so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolSettings:
-    """What an environment's host is told of `environment.tools`."""
-
-    specs: Sequence[PartSpec] = ()
-    max_result_chars: int = 4000
 
 
 @dataclass(frozen=True, kw_only=True)

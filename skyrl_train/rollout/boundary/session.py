@@ -28,7 +28,6 @@ from skyrl_train.rollout.boundary import (
     Request,
     StepResult,
     ToolResult,
-    ToolSettings,
     check_opening,
     check_schemas,
     check_step,
@@ -43,7 +42,6 @@ from skyrl_train.rollout.tools.toolbox import Schema
 from skyrl_train.types import ChatMessage, FailureKind
 
 T = TypeVar("T")
-_NO_TOOLS = ToolSettings()
 _ENDS = "get_metrics"
 """The last call before the environment is closed."""
 _CHANGING = ("init", "step", "cut", "tools")
@@ -67,18 +65,20 @@ class EnvironmentSession:
         spec: PartSpec,
         extras: Mapping[str, Any],
         name: str,
-        tools: ToolSettings = _NO_TOOLS,
         *,
+        tools: Sequence[PartSpec] = (),
+        max_result_chars: int = 4000,
         journal: Journal | None = None,
         trajectory: str = "",
     ) -> None:
-        """`spec` and `extras`: as `make_environment`; `name` is for messages. What it answers is written to `journal`, or
+        """`spec` and `extras`: as `make_environment`; `name` is for messages; `tools` and `max_result_chars` as in
+        `environment.tools` and `max_tool_result_chars`. What it answers is written to `journal`, or
         taken from there, under the name `trajectory`."""
         self.own_tools: list[Schema] = []
         """The environment's own tools, once it has started."""
         self.plays_itself = False
         """Whether it runs its tools by itself and scores whole episodes, once it has started."""
-        self._tools = tools
+        self._tools, self._max_result_chars = list(tools), max_result_chars
         self._environments = environments
         self._handle = environments.host(name)
         self._spec, self._extras, self._name = spec, extras, name
@@ -103,8 +103,8 @@ class EnvironmentSession:
             "call": "construction",
             "spec": self._spec,
             "extras": self._extras,
-            "tools": list(self._tools.specs),
-            "max_result_chars": self._tools.max_result_chars,
+            "tools": self._tools,
+            "max_result_chars": self._max_result_chars,
         }
         self.own_tools = await self._ask(construction, check_schemas)
         first, tools = await self._ask({"call": "init", "messages": messages}, check_opening)

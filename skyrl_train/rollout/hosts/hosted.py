@@ -37,7 +37,7 @@ class HostedEnvironment:
         self._environment: Any = None
         self._toolbox = Toolbox(())
         self._has_tools = False
-        """Of `environment.tools`."""
+        """Whether there are some of `environment.tools`."""
 
     def answer(self, request: Request) -> Answer | Coroutine[Any, Any, Answer]:
         """Return the answer, or where the environment's method is asynchronous a coroutine of it, which wants an event loop

@@ -167,13 +167,13 @@ class WorkerSettings:
     log: Path | None = None
     """Where their standard output and error go; None is a temporary file."""
     tools: tuple[PartSpec, ...] = ()
-    """`environment.tools`, imported with them."""
+    """Entries of `environment.tools`, imported with the environments."""
     rewards: Mapping[str, PartSpec] = field(default_factory=dict)
     """Reward functions that are called there, by the setting that names each."""
     python: str = ""
     """Interpreter that they run under, if not this one: what is installed for it is what environments import."""
     variables: tuple[str, ...] = ()
-    """`environment.variables`."""
+    """Names in `environment.variables`: what workers get of the trainer's."""
 
     @classmethod
     def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> WorkerSettings:

@@ -72,7 +72,7 @@ class WorkerHost(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """End all."""
+        """End all workers, and what started them."""
         ...
 
 

@@ -74,7 +74,7 @@ class Reply:
         return self.body[:300].decode(errors="replace")
 
     def json(self) -> Any:
-        """Raises UnreadableReply."""
+        """Return the body as JSON, read strictly. Raises UnreadableReply."""
         try:
             return parse_json(bytes(self.body))
         except ValueError as error:

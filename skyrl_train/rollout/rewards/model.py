@@ -95,7 +95,7 @@ class RewardModel(HeldReward):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """As `range` says."""
+        """The lowest and the highest score, as the setting `range` says."""
         low, high = self._range
         return float(low), float(high)
 

@@ -16,7 +16,7 @@ import functools
 import inspect
 import json
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -39,13 +39,6 @@ OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extr
 """What TRL passes beside the columns."""
 OF_VERL = ("solution_str", "extra_info")
 """What verl makes beside the columns."""
-
-
-def convention_of(names: Collection[str]) -> Convention:
-    """Return whose convention a function without a decorator follows, by its parameters' names."""
-    if "completion" in names:
-        return "own"
-    return "trl" if "completions" in names else "verl" if "solution_str" in names else "own"
 
 
 def trl_arguments(
@@ -122,7 +115,7 @@ class RewardFacts:
     columns: tuple[str, ...]
     """Columns of the data that it cannot be called without."""
     convention: Convention = "own"
-    """Whose signature it has."""
+    """Whose trainer's signature the function has."""
     range: tuple[float, float] | None = None
     """The lowest and the highest value that it declares; None where it declares none."""
     counts: tuple[str, ...] = ()
@@ -219,12 +212,13 @@ def reward_violations(spec: PartSpec, setting: str) -> list[Violation]:
                 remedy = f"{type(error).__name__}: {error}"
                 return [Violation.of(setting, arguments, f"must be what {target} takes", remedy)]
         arguments = {}
-    return list(_signature_violations(_own_parameters(part), arguments, setting, target, _form(part)))
+    return list(_signature_violations(_signature(part), arguments, setting, target))
 
 
 def _signature_violations(
-    parameters: Sequence[inspect.Parameter], arguments: Mapping[str, Any], setting: str, target: str, form: Form
+    called: _Signature, arguments: Mapping[str, Any], setting: str, target: str
 ) -> Iterator[Violation]:
+    parameters, form = called.parameters, called.form
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     signature = f"{target}({', '.join(str(one).partition(':')[0] for one in parameters)})"
@@ -246,13 +240,14 @@ def reward_facts(spec: PartSpec) -> RewardFacts:
     """Return the facts of a reward that has no violations."""
     target, arguments = split_spec(spec)
     part = _part(target, REWARDS.setting)
+    signature = _signature(part)
     bound = set() if inspect.isclass(part) else set(arguments)
     columns = [
         one.name
-        for one in _own_parameters(part)
+        for one in signature.parameters
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.default is one.empty
     ]
-    form, convention = _form(part), _convention(part)
+    form, convention = signature.form, signature.convention
     of_peers = {"own": (), "trl": OF_TRL, "verl": OF_VERL}[convention]
     given = {*_GIVEN, *bound, *(PLURALS if form != "each" else ()), *of_peers}
     # Those of ours that are held say it of their settings; nothing else is made for it.
@@ -276,7 +271,9 @@ def call_reward(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Map
     """
     score = reward_function(spec)
     answer = score(**_named(score, prompt, samples))
-    return peer_answer(_convention(score), asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer)
+    if inspect.isawaitable(answer):
+        answer = asyncio.run(_awaited(answer))
+    return peer_answer(_signature(score).convention, answer)
 
 
 async def call_reward_here(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> object:
@@ -294,8 +291,9 @@ def _named(
     score: Callable[..., Any], prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the arguments that the function's signature names, in the form that it takes."""
-    form, parameters = _form(score), {one.name: one for one in _parameters(score)}
-    hints, convention = _hints(score), _convention(score)
+    signature = _signature(score)
+    form, hints, convention = signature.form, signature.hints, signature.convention
+    parameters = {one.name: one for one in signature.parameters}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     of_each = [_as_annotated({**prompt, **sample}, hints, several=form != "each") for sample in samples]
     if convention == "trl":
@@ -338,39 +336,34 @@ def _is_list(hint: Any, depth: int) -> bool:
     return True
 
 
-def _form(part: Any) -> Form:
-    """Return the form of a function, with or without arguments bound, of a class or of an object of it."""
-    return _declared_form(part) or ("batched" if _convention(part) == "trl" else "each")
+@dataclass(frozen=True)
+class _Signature:
+    """What a reward is called with: a function, with or without arguments bound, a class, or an object of one."""
+
+    parameters: Sequence[inspect.Parameter]
+    form: Form
+    convention: Convention
+    """By its parameters' names; one with a decorator is written for this package."""
+    hints: Mapping[str, Any]
+    """Annotations; none where their names cannot be found."""
 
 
-def _convention(part: Any) -> Convention:
-    """Return whose signature a reward has; one with a decorator is written for this package."""
-    return "own" if _declared_form(part) else convention_of([one.name for one in _own_parameters(part)])
-
-
-def _declared_form(part: Any) -> Form | None:
-    part = part.func if isinstance(part, functools.partial) else part
-    called = part if inspect.isroutine(part) else (part if inspect.isclass(part) else type(part)).__call__
+def _signature(part: Any) -> _Signature:
+    inner = part.func if isinstance(part, functools.partial) else part
+    called = inner if inspect.isroutine(inner) else (inner if inspect.isclass(inner) else type(inner)).__call__
     form: Form | None = getattr(called, "reward_form", None)
-    return form
-
-
-def _own_parameters(part: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return those of a function, or of what a class's objects are called with."""
-    return _parameters(part.__call__)[1:] if inspect.isclass(part) else _parameters(part)
-
-
-def _parameters(part: Callable[..., Any]) -> list[inspect.Parameter]:
+    convention: Convention = "own"
     try:
-        return list(inspect.signature(part).parameters.values())
+        given = inspect.signature(part.__call__ if inspect.isclass(part) else part).parameters.values()
     except (TypeError, ValueError):  # some callables written in C say nothing of their parameters
-        return []
-
-
-def _hints(score: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations; none where their names cannot be found."""
-    part = score.func if isinstance(score, functools.partial) else score
+        given = {}.values()
+    parameters = list(given)[1 if inspect.isclass(part) else 0 :]
+    names = {one.name for one in parameters}
+    if form is None and "completion" not in names:
+        convention = "trl" if "completions" in names else "verl" if "solution_str" in names else "own"
     try:
-        return typing.get_type_hints(part if inspect.isroutine(part) else type(part).__call__)
+        hints = typing.get_type_hints(called)
     except Exception:
-        return {}
+        hints = {}
+    form = form or ("batched" if convention == "trl" else "each")
+    return _Signature(parameters, form, convention, hints)

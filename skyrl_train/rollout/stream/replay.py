@@ -97,7 +97,7 @@ class ReplayGenerator:
 
     @property
     def num_steps(self) -> int:
-        """Recorded training steps."""
+        """Training steps that the recording has."""
         return len(self._steps)
 
     @property

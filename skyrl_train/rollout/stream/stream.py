@@ -84,7 +84,7 @@ class StreamSettings:
     n_samples_per_prompt: int
     sampling: SamplingParams
     max_failed_fraction: float
-    """`environment.max_failed_fraction`, of a batch."""
+    """Most trajectories of a batch that may fail, as a fraction: `environment.max_failed_fraction`."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     """With `dynamic_sampling=filter` a group is discarded whose samples have equal rewards; with `replace` a batch has
     copies of others in its place, which `admission` says as well."""

@@ -16,7 +16,7 @@ from skyrl_train.rollout.agents import http_server
 from skyrl_train.rollout.agents import session as sessions
 from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Session
-from skyrl_train.rollout.checked_engine import JournaledEngine, listener, listening
+from skyrl_train.rollout.checked_engine import CheckedEngine, listener, listening
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.support.agent_cases import ADD, CALL, client_of, drawn, episode, letter_by_letter, scripted, tokenizer, user
@@ -282,7 +282,9 @@ def test_nothing_is_told_that_the_journal_might_lose(tmp_path: Any) -> None:
 
     async def run() -> None:
         with listening(print):
-            await JournaledEngine(Saying(lambda _: [5]), journal).generate(request("stream-0-000000-0000-000", 1))
+            await CheckedEngine(Saying(lambda _: [5]), vocabulary_size=99, journal=journal).generate(
+                request("stream-0-000000-0000-000", 1)
+            )
             assert listener() is print
 
     journal = Journal(tmp_path / "journal.jsonl", prompts="p")
