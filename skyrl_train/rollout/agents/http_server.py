@@ -63,11 +63,11 @@ class HttpRequest:
     """Of the first line, without a query."""
     headers: Mapping[str, str]
     """By names in lower case."""
-    body: bytes
     is_last: bool
     """Whether the connection ends with it."""
-    takes_chunks: bool = True
+    takes_chunks: bool
     """Whether an answer may come in chunks; else its end is that of the connection."""
+    body: bytes = b""
     release: Callable[[], None] = lambda: None
     """Tells the server that the body is no longer in flight. Idempotent."""
 
@@ -258,34 +258,29 @@ class _Incoming:
             head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), _HEAD_WITHIN_S)
         except asyncio.LimitOverrunError:
             raise RequestError(f"the head has more than {_MAX_HEAD_BYTES} bytes", status=431) from None
-        method, path, is_last, headers = _parse_head(first + head)
-        length = _length_of(headers)
-        client = self._admit(path, headers, length)
+        request = _parse_head(first + head)
+        length = _length_of(request.headers)
+        client = self._admit(request.path, request.headers, length)
         self._idle_s = _IDLE_S
         try:
-            release = await asyncio.wait_for(self._in_flight.hold(client, length), _BODY_WITHIN_S)
+            request.release = await asyncio.wait_for(self._in_flight.hold(client, length), _BODY_WITHIN_S)
         except asyncio.TimeoutError:
             message = f"other requests left no room for this one within {_BODY_WITHIN_S:g} s; ask again"
             raise RequestError(message, status=503) from None
-        if headers.get("expect", "").lower() == "100-continue":
+        if request.headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            body = await asyncio.wait_for(self._reader.readexactly(length), _BODY_WITHIN_S)
+            request.body = await asyncio.wait_for(self._reader.readexactly(length), _BODY_WITHIN_S)
         except BaseException as error:
-            release()
+            request.release()
             if isinstance(error, asyncio.TimeoutError):
                 raise RequestError(f"the body did not come within {_BODY_WITHIN_S:g} s", status=408) from None
             raise
-        chunks = (first + head).partition(b"\r\n")[0].endswith(b"1.1")
-        request = HttpRequest(
-            method=method, path=path, headers=headers, body=body, is_last=is_last, takes_chunks=chunks
-        )
-        request.release = release
         return request
 
 
-def _parse_head(head: bytes) -> tuple[str, str, bool, dict[str, str]]:
-    """Return method, path, whether the connection ends, and headers. Raises RequestError."""
+def _parse_head(head: bytes) -> HttpRequest:
+    """Return a request whose body is still to come. Raises RequestError."""
     lines = head[:-4].decode("latin-1").split("\r\n")
     first = _FIRST_LINE.fullmatch(lines[0])
     if first is None:
@@ -299,8 +294,10 @@ def _parse_head(head: bytes) -> tuple[str, str, bool, dict[str, str]]:
         if name == "content-length" and headers.get(name, value.strip()) != value.strip():
             raise RequestError("there are two lengths")
         headers[name] = value.strip()
-    is_last = first[3] == "0" or headers.get("connection", "").lower() == "close"
-    return first[1], first[2].partition("?")[0], is_last, headers
+    is_new = first[3] == "1"
+    is_last = not is_new or headers.get("connection", "").lower() == "close"
+    path = first[2].partition("?")[0]
+    return HttpRequest(method=first[1], path=path, headers=headers, is_last=is_last, takes_chunks=is_new)
 
 
 def _length_of(headers: Mapping[str, str]) -> int:
