@@ -138,6 +138,16 @@ async def ask_engine(engine: InferenceEngine, request: GenerationRequest, timeou
         raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, message) from None
 
 
+def calls_in(output: GenerationOutput, chat: ChatTokens, parse: ToolParser | None, tools: Sequence[Schema]) -> Calls:
+    """Return the calls of tools in an answer; one that cannot be read where the parser breaks over it."""
+    if not tools or parse is None:
+        return ()
+    try:
+        return parse(chat.text_with_calls(output.token_ids), tools)
+    except Exception as error:  # of any kind: parsers are code of others, or recurse as deep as the model nests
+        return (ToolCall(name=UNREADABLE, error=describe(error)),)
+
+
 def turn_of(output: GenerationOutput, text: str, parent: int | None, added: TokenIds, **facts: Any) -> Turn:
     """Return the turn in which `output`, whose response is `text`, was sampled after a prompt that adds `added` to `parent`;
     `facts` are further fields of it."""
@@ -198,7 +208,7 @@ class AgentLoop:
             text = self._chat.text(output.token_ids)
             is_last = len(self._turns) + 1 >= self._limits.max_turns
             # A call that nobody would read the result of is an answer, which the environment scores.
-            calls = () if is_last else self._calls_in(output)
+            calls = () if is_last else calls_in(output, self._chat, self._parse_calls, self._tools)
             said_calls = call_messages(calls, turn_index=len(self._turns))
             result = await self._answer_to(text, calls, said_calls)
             result = replace(result, observations=self._chat.with_references(result.observations))
@@ -235,14 +245,6 @@ class AgentLoop:
         """Add to the last turn, whose response is `text`, what the environment gives for a trajectory that ends there."""
         cut = await self._session.cut(text)
         self._turns[-1] = replace(self._turns[-1], reward=self._turns[-1].reward + cut.reward)
-
-    def _calls_in(self, output: GenerationOutput) -> Calls:
-        if not self._tools or self._parse_calls is None:
-            return ()
-        try:
-            return self._parse_calls(self._chat.text_with_calls(output.token_ids), self._tools)
-        except Exception as error:  # of any kind: parsers are code of others, or recurse as deep as the model nests
-            return (ToolCall(name=UNREADABLE, error=describe(error)),)
 
     async def _answer_to(self, text: str, calls: Calls, said: Sequence[ChatMessage]) -> StepResult:
         """Return what the environment answers to a response, or the tools that it calls."""

@@ -25,7 +25,7 @@ from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.images import ImageSpans, expanded
 from skyrl_train.parts import ENVIRONMENTS, TOOLS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.boundary import EnvironmentFailed, describe, invalid_observation
+from skyrl_train.rollout.boundary import EnvironmentFailed, column_in, describe, invalid_observation
 from skyrl_train.rollout.tools.toolbox import Schema
 from skyrl_train.types import ChatMessage, Prompt, TokenIds, Tokenizer, token_ids
 
@@ -256,9 +256,7 @@ def with_context(prompt: Prompt, name: str) -> Prompt:
 
     Raises DataError naming the row and the column where it has no such text.
     """
-    value: Any = prompt.extras
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    value = column_in(prompt.extras, name)
     last = prompt.messages[-1] if prompt.messages else {}
     if not isinstance(value, (str, int, float)) or not str(value) or not isinstance(last.get("content"), str):
         raise DataError(

@@ -23,7 +23,7 @@ from skyrl_train.data import PromptColumns, load_prompts
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.parts import ENVIRONMENTS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.boundary import CHECK_ROWS, plain
+from skyrl_train.rollout.boundary import CHECK_ROWS, column_in, plain
 from skyrl_train.rollout.envs.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, run_in_workers
 from skyrl_train.rollout.hosts.processes import WorkerEnded
@@ -137,9 +137,7 @@ def _problems(spec: PartSpec, prompts: Sequence[Prompt], environment: Environmen
 def _gym_problems(name: str, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
     for index, prompt in enumerate(prompts):
         for column, holds, rule in _GYM[name]:
-            value: Any = prompt.extras
-            for part in column.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
+            value = column_in(prompt.extras, column)
             if not holds(value):
                 got = "nothing" if value is None else repr(value)[:80]
                 yield index, f"{column}: {rule}, for the environment {name}; got {got}. {_NAMING}"

@@ -4,6 +4,13 @@ Each connection is a task: it reads a request, has it answered, writes the answe
 read as if it came from anybody: sizes, connections and the bytes of all bodies together are bounded, reads and writes have
 deadlines, and what is no request is told so. Whoever is not admitted by the head of a request has its body left unread. The
 request of a client that hangs up while it waits is cancelled.
+
+It parses heads by itself, and not by h11, which httpx brings along. Programs also ask inside workers of environments, whose
+interpreter has the standard library alone (`adapters/inverted_chat.py`), so that h11 would come beside this parser and not
+in its place. And it takes longer: 65 to 73 microseconds of a core for a request of OpenAI's SDK with its answer, where these
+take 15 (h11 0.16, Python 3.11); of 256 sessions that ask at once, 42 to 47 % of the engine's tokens came through where 47
+to 57 % do (`scripts/bench/agents.py`, on a machine that was busy). What it would replace is `_parse_head`, `_length_of` and
+`_head_of`, 45 lines.
 """
 
 from __future__ import annotations

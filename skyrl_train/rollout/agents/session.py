@@ -27,7 +27,7 @@ from typing import Any
 
 from skyrl_train.errors import counted
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.agent_loop import Episode, ask_engine, turn_of
+from skyrl_train.rollout.agent_loop import Episode, ask_engine, calls_in, turn_of
 from skyrl_train.rollout.agents.http_server import RequestError
 from skyrl_train.rollout.agents.wires import ChatReply, ChatRequest, refused, tell_once, unsupported
 from skyrl_train.rollout.boundary import EnvironmentFailed, plain
@@ -478,17 +478,13 @@ class Session:
         """Return the answer as a message: what it says before its calls, and these; or all of it, where one of them cannot
         be read. Stop strings that the request asked for, and what follows, are left out, as servers do."""
         asked = completion.asked
-        if asked.tools and self._parse_calls is not None:
-            whole = self._chat.text_with_calls(output.token_ids)
-            try:
-                calls = self._parse_calls(whole, asked.tools)
-            except Exception:  # of any kind: parsers are code of others, or recurse as deep as the model nests
-                calls, self._counts["unreadable_calls"] = (), self._counts["unreadable_calls"] + 1
-            if any(call.error for call in calls):
-                self._counts["unreadable_calls"] += 1
-            elif calls:
-                said = call_messages(calls, turn_index=completion.number)
-                return {"role": "assistant", "content": text_before_calls(whole), "tool_calls": said}
+        calls = calls_in(output, self._chat, self._parse_calls, asked.tools)
+        if any(call.error for call in calls):
+            self._counts["unreadable_calls"] += 1
+        elif calls:
+            said = call_messages(calls, turn_index=completion.number)
+            before = text_before_calls(self._chat.text_with_calls(output.token_ids))
+            return {"role": "assistant", "content": before, "tool_calls": said}
         for stop in asked.stop:
             text = text.partition(stop)[0]
         return {"role": "assistant", "content": text}

@@ -107,6 +107,14 @@ def plain_state(value: object) -> Any:
     return state
 
 
+def column_in(columns: Mapping[str, Any], name: str) -> Any:
+    """Return the column `a`, or what is inside it at `a.b`; None where there is nothing."""
+    value: Any = columns
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def scalar(value: Any) -> Any:
     """Return numpy's (or torch's) single numbers as Python's, without importing either."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "dtype") else value

@@ -102,8 +102,7 @@ class Rewards:
             return trajectory
         names = ", ".join(entry.name for entry in self._entries)
         broken = EnvironmentFailed(FailureKind.NOT_SCORED, f"none of its rewards applies: {names} returned None")
-        failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
-        return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
+        return _failed(trajectory, broken)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the rewards of this process did since the last time, as `timing/REWARD/...`."""
@@ -147,6 +146,11 @@ class Rewards:
         return [broken] * len(trajectories)
 
 
+def _failed(trajectory: Trajectory, broken: EnvironmentFailed) -> Trajectory:
+    failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
+    return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
+
+
 def _with_score(
     trajectory: Trajectory, entry: RewardEntry, answer: Score | EnvironmentFailed, facts: RewardFacts
 ) -> Trajectory:
@@ -166,8 +170,7 @@ def _with_score(
         last = trajectory.turns[-1]
         last = replace(last, reward=check_reward(last.reward + value, source=entry.name))
     except EnvironmentFailed as broken:
-        failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
-        return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
+        return _failed(trajectory, broken)
     return replace(trajectory, turns=(*trajectory.turns[:-1], last), rewards={**trajectory.rewards, **rewards})
 
 

@@ -32,7 +32,7 @@ import httpx
 
 from skyrl_train.config.environment import ONE_SCORE, is_one_score
 from skyrl_train.errors import DeadlineError, EngineError, Violation
-from skyrl_train.rollout.boundary import EnvironmentFailed, environment_error, invalid_reward
+from skyrl_train.rollout.boundary import EnvironmentFailed, column_in, environment_error, invalid_reward
 from skyrl_train.rollout.http import (
     address_violations,
     ask_until_answered,
@@ -289,7 +289,7 @@ class Judge(HeldReward):
 
     def missing_column(self, columns: Mapping[str, Any]) -> str:
         """Return the first field of the template that a row with these columns lacks; empty where it has all."""
-        return next((name for name in self._fields() if name not in _GIVEN and _find(columns, name) is None), "")
+        return next((name for name in self._fields() if name not in _GIVEN and column_in(columns, name) is None), "")
 
     async def problem(self) -> str:
         """Return why the server cannot judge, in one line; empty where it answers and has the model, or lists none."""
@@ -326,7 +326,7 @@ class Judge(HeldReward):
     def _messages(self, columns: Mapping[str, Any]) -> list[dict[str, str]]:
         given, parts = {**columns, "instructions": self._rubric.instructions()}, []
         for literal, name, _, _ in string.Formatter().parse(self._template):
-            value = "" if name is None else _find(given, name)
+            value = "" if name is None else column_in(given, name)
             if value is None:
                 raise invalid_reward(f"judge: the row has no {name!r}, which its template names")
             parts += [literal, as_text(value)]
@@ -441,11 +441,3 @@ def as_text(value: Any) -> str:
     if isinstance(value, Sequence) and value and all(isinstance(each, Mapping) and "role" in each for each in value):
         return "\n".join(f"{each['role']}: {as_text(each.get('content') or '')}" for each in value)
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _find(columns: Mapping[str, Any], name: str) -> Any:
-    """Return the column `a`, or what is inside it at `a.b`; None where there is nothing."""
-    value: Any = columns
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -203,6 +203,7 @@ class RolloutStream:
             self._is_restored = True
             for ordinal, began_at in sorted(self._journal.started.items()):
                 if not self._rules.settled.holds(ordinal):
+                    # The journal may be ahead of the checkpoint: no group begins at a version that is not reached yet.
                     self._rules.restore(ordinal, min(began_at, version))
                     self._start(ordinal)
         self._start_groups()
@@ -214,11 +215,13 @@ class RolloutStream:
             version = self._rules.version
             if (known := self._journal.batches.get(version)) is not None:
                 self._rules.retake(known)
+                # Those that were stale never finished, so that the journal has no samples of them.
                 finished = [ordinal for ordinal, reason in known.dropped.items() if reason != STALE]
                 self._results.update({ordinal: self._recorded(ordinal) for ordinal in (*known.trained, *finished)})
                 return self._batch(known)
             if (closed := self._rules.close()) is not None:
                 taken = self._batch(closed)
+                # A batch that was trained on and is not in the journal would be another one after a kill.
                 await self._journal.keep_batch(version, closed)
                 return taken
             self._start_groups()  # in the places of those of a batch that was rejected
@@ -373,6 +376,7 @@ class RolloutStream:
 
     def _batch(self, closed: Closed) -> Taken:
         """Raises SkyrlTrainError as `take` does."""
+        # Those that were dropped in flight would go on to take the engine's time.
         for ordinal in closed.dropped:
             if (task := self._tasks.pop(ordinal, None)) is not None:
                 task.cancel()
@@ -393,6 +397,7 @@ class RolloutStream:
         if self._is_restored:
             self._start_groups()
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0
+        # What was discarded counts, too: else a run could go on with filters that drop all that fails.
         trajectories = everything.trajectories
         check_failures(trajectories, len(trajectories), limit=self._settings.max_failed_fraction)
         rollouts = rollouts_of(distinct([trained[ordinal] for ordinal in closed.ordinals]), n_samples)
