@@ -206,8 +206,6 @@ EXCEPTIONS: Exceptions = {
     ): "for groups in flight, of which every await has a deadline",
     ("skyrl_train/rollout/tools/mcp.py", "_LOCK"): "held while a server starts, for which it has a deadline",
     ("skyrl_train/rollout/tools/mcp.py", "asyncio.Event().wait"): _OPEN,
-    ("skyrl_train/rollout/tools/mcp.py", "asyncio.wait"): _OPEN,
-    ("skyrl_train/rollout/tools/mcp.py", "self._closing.wait"): _OPEN,
     ("skyrl_train/runs/construction/on_ray.py", "wait"): "the start of a learner, with `start_timeout_s`",
     ("skyrl_train/system/files/files.py", "os.fsync"): "on a thread, with DISK_TIMEOUT_S: what everything else calls",
     ("skyrl_train/telemetry/activity.py", "self._lock"): _BRIEF,

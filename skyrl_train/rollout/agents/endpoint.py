@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +105,11 @@ class _Endpoint:
         origin = Origin(body=digest, key=key, attempt=int(count) if is_count else None)
         asked = wire.read(body)
         if body.get("stream") is True:
-            events = await begun(
-                lambda progress: session.ask(asked, origin, body, progress),
-                lambda progress: wire.events(progress.number, body, progress.prompt_tokens),
-                session.deliver,
-            )
+            progress = Progress()
+            asking = asyncio.ensure_future(session.ask(asked, origin, body, progress))
+            await _begun(asking, progress)
+            wording = wire.events(progress.number, body, progress.prompt_tokens)
+            events = _events(asking, progress, wording, session.deliver)
             return HttpAnswer(pieces=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         answered = await session.ask(asked, origin, body)
         return HttpAnswer(body=json.dumps(wire.whole(answered, body)), on_sent=lambda: session.deliver(answered))
@@ -142,15 +142,9 @@ async def opened(session: Session, host: str = LOOPBACK) -> AsyncIterator[Addres
                 del _OPEN[place]
 
 
-async def begun(
-    ask: Callable[[Progress], Awaitable[ChatReply]],
-    word: Callable[[Progress], Events],
-    deliver: Callable[[ChatReply], None],
-) -> AsyncGenerator[str, None]:
-    """Return the events of an answer once there is something to tell, or nothing to tell for so long that something must be
-    said. Raises RequestError for what is refused before that. `deliver` is called when the end of the answer is taken."""
-    progress = Progress()
-    asking = asyncio.ensure_future(ask(progress))
+async def _begun(asking: asyncio.Future[ChatReply], progress: Progress) -> None:
+    """Wait until there is something to tell of an answer, or nothing to tell for so long that something must be said. Raises
+    RequestError for what is refused before that."""
     asking.add_done_callback(lambda _: progress.changed.set())
     try:
         await progress.change()
@@ -159,12 +153,12 @@ async def begun(
     except BaseException:
         asking.cancel()
         raise
-    return _events(asking, progress, word(progress), deliver)
 
 
 async def _events(
     asking: asyncio.Future[ChatReply], progress: Progress, events: Events, deliver: Callable[[ChatReply], None]
 ) -> AsyncGenerator[str, None]:
+    """Yield the events of an answer as they come. `deliver` is called when the end of the answer is taken."""
     told = 0
     try:
         yield next(events)
