@@ -163,7 +163,8 @@ class EnvironmentSession:
         return check(read_answer(answer, source=source), source=source)
 
     async def _answer(self, request: Request) -> object:
-        """Return what the journal has in answer to a call, else what the environment answers."""
+        """Return what the journal has in answer to a call, else what the environment answers, which is made again where
+        another one took its worker with it."""
         call = request["call"]
         of = "" if self._journal is None else _digest({name: request[name] for name in _ARGUMENTS if name in request})
         if len(self._calls) < len(self._known) and not self._is_live:
@@ -174,10 +175,18 @@ class EnvironmentSession:
             return {"value": known.value}
         if not self._is_live:
             await self._resume()
-        answer = await self._asked_live({**request, "keeps": True} if self._journal and call in _CHANGING else request)
+        asked = request if self._journal is None or call not in _CHANGING else {**request, "keeps": True}
+        while True:
+            try:
+                answer = await self._handle.ask(asked)
+                break
+            except EnvironmentLost:
+                if differs := await self._repeat():
+                    reason = f"another environment ended the worker that {self._name} shared with it; made again, it"
+                    raise environment_error(f"{reason} answered otherwise at {differs}") from None
         if not isinstance(answer, dict) or "value" not in answer:
             return answer
-        resume = answer.pop("resume", None)
+        resume = None if self._journal is None else answer.pop("resume", None)
         if self._environments.may_lose_environments and call != _ENDS:  # which only asks
             self._calls.append((request, _digest(answer)))
         if self._journal is not None:
@@ -187,16 +196,6 @@ class EnvironmentSession:
                 return {"failure": FailureKind.ENVIRONMENT_ERROR.value, "message": f"{call} and get_state: {error}"}
             self._journal.keep_call(self._trajectory, kept)
         return answer
-
-    async def _asked_live(self, request: Request) -> object:
-        """Return what the environment answers, which is made again where another one took its worker with it."""
-        while True:
-            try:
-                return await self._handle.ask(request)
-            except EnvironmentLost:
-                if differs := await self._repeat():
-                    reason = f"another environment ended the worker that {self._name} shared with it; made again, it"
-                    raise environment_error(f"{reason} answered otherwise at {differs}") from None
 
     async def _repeat(self) -> str:
         """Make the environment again and give it the calls so far. Return the one that it answers otherwise, when it is

@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -62,27 +62,27 @@ class _Call(Generic[T]):
 
     def run(self) -> None:
         _running.call = self
+        settle: Callable[[Any], None] = self.future.set_result
         try:
-            settle = partial(self._settle, self.future.set_result, self._function())
+            value: Any = self._function()
         except BaseException as error:
             # A future takes neither what ends a program nor a StopIteration.
             usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            settle = partial(
-                self._settle, self.future.set_exception, error if usable else RuntimeError(describe(error))
-            )
-        finally:
-            for _ in range(self.num_stops):
-                _terminal.release()
-        with suppress(RuntimeError):  # the loop is closed by the time an abandoned call returns: nobody waits for it
-            self._loop.call_soon_threadsafe(settle)
+            settle, value = self.future.set_exception, error if usable else RuntimeError(describe(error))
+        for _ in range(self.num_stops):
+            _terminal.release()
+        try:
+            self._loop.call_soon_threadsafe(self._settle, settle, value)
+        except RuntimeError:  # the loop is closed by the time an abandoned call returns: nobody waits for it
+            return
 
     def expire(self) -> None:
         if not self.is_debugged:
             self._settle(self.future.set_exception, _DeadlineExceeded())
 
-    def _settle(self, setter: Callable[[Any], None], value: object) -> None:
+    def _settle(self, settle: Callable[[Any], None], value: object) -> None:
         if not self.future.done():
-            setter(value)
+            settle(value)
 
 
 class _DeadlineExceeded(Exception):
@@ -92,8 +92,10 @@ class _DeadlineExceeded(Exception):
 def _work(calls: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     """Be a thread, until None comes. Nobody waits for what a clean-up raises."""
     while (run := calls.get()) is not None:
-        with suppress(BaseException):
+        try:
             run()
+        except BaseException:
+            continue
 
 
 class ThreadEnvironments:
