@@ -27,7 +27,7 @@ from scripts.studies.simulated_engines import (
     WaveEngine,
 )
 from skyrl_train.plan.forms import EngineRates
-from skyrl_train.rollout import Admission, AdmissionSettings, Settled
+from skyrl_train.rollout import Admission, AdmissionSettings, ConsumedPrompts
 
 _ASKED = 16
 """Engines that a new group may go to: asking all of hundreds would take longer than all else."""
@@ -231,7 +231,7 @@ def _rules(schedule: Schedule, num_steps: int) -> Admission:
         oversample=schedule.oversample,
         total_batches=num_steps,
     )
-    return Admission(settings=settings, version=0, settled=Settled())
+    return Admission(settings=settings, version=0, settled=ConsumedPrompts())
 
 
 def _finish(run: _Run, rules: Admission, ordinal: int) -> None:

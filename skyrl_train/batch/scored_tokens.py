@@ -37,7 +37,7 @@ class ScoredTokens:
     """int64, sorted: `states`, each once."""
     num_loss_tokens: int
     """Tokens of the rows that `loss_mask` marks, over all ranks that share the forward."""
-    surprises: list[Tensor] = field(default_factory=list)
+    mismatches: list[Tensor] = field(default_factory=list)
     """bool scalars on the device, one for each gradient that was foreseen: True where another was asked for."""
 
     def to(self, device: torch.device) -> ScoredTokens:
@@ -50,7 +50,7 @@ class ScoredTokens:
             copies=None if self.copies is None else moved(self.copies, device),
             by_state=moved(self.by_state, device),
             read=moved(self.read, device),
-            surprises=[],
+            mismatches=[],
         )
 
 

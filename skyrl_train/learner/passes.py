@@ -153,7 +153,7 @@ class Passes:
         dropout's randomness is derived."""
         metrics: list[StepMetrics] = []
         losses: list[Tensor] = []
-        surprises: list[Tensor] = []
+        mismatches: list[Tensor] = []
         for part, is_last in zip(planned, reduction_schedule(len(planned)) if planned else ()):
             self.strategy.begin_micro_batch(self.model, is_last=is_last)
             with self._computing(part) as (rows, layout), dropping(self.model, rows, layout, step=step):
@@ -163,10 +163,10 @@ class Passes:
                 if self.without_memory is not None:
                     continue
                 losses.append(loss)
-                surprises += layout.scored.surprises if layout.scored is not None else []
+                mismatches += layout.scored.mismatches if layout.scored is not None else []
                 metrics += [measured, self._layout_metrics(part.batch, layout)]
         # one wait for the device, for all that the pass left there
-        self._require_foreseen(surprises)
+        self._require_foreseen(mismatches)
         return Accumulated(metrics=merge_metrics(metrics), non_finite=_first_non_finite(losses, planned))
 
     @contextmanager
@@ -210,9 +210,9 @@ class Passes:
         with self._autocast():
             return self.strategy.compute(self.model, lambda: function(hidden_states(self.model, layout), rows, layout))
 
-    def _require_foreseen(self, surprises: Sequence[Tensor]) -> None:
+    def _require_foreseen(self, mismatches: Sequence[Tensor]) -> None:
         """Raises ModelError where the head's gradient was formed for another loss than the one that came."""
-        if surprises and bool(torch.stack(list(surprises)).any()):
+        if mismatches and bool(torch.stack(list(mismatches)).any()):
             raise ModelError(
                 f"{self.name}: the loss is declared a sum over tokens, but its gradient is not that of such a sum. Do not "
                 "declare it tokenwise (trainer.algorithm.policy_loss): its gradient is then computed as it comes"

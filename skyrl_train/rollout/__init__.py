@@ -4,15 +4,21 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.rollout.admission import Admission, AdmissionSettings, Settled
+    from skyrl_train.rollout.admission import Admission, AdmissionSettings, ConsumedPrompts
     from skyrl_train.rollout.agent_loop import Episode, Job, Limits, multi_turn
     from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools, with_context
-    from skyrl_train.rollout.checked_engine import CheckedEngine, check_answer, check_failures
+    from skyrl_train.rollout.checked_engine import (
+        CheckedEngine,
+        Listener,
+        check_answer,
+        check_failures,
+        listener,
+        listening,
+    )
     from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.rollout.journal import FILE, Journal, journal_lines
     from skyrl_train.rollout.loop_thread import LoopThread
     from skyrl_train.rollout.row_checks import check_all_rows, checked_prompts
-    from skyrl_train.rollout.token_stream import Listener, listener, listening
 
 __all__ = [
     "FILE",
@@ -20,6 +26,7 @@ __all__ = [
     "AdmissionSettings",
     "ChatTokens",
     "CheckedEngine",
+    "ConsumedPrompts",
     "Episode",
     "Job",
     "Journal",
@@ -27,7 +34,6 @@ __all__ = [
     "Listener",
     "LoopThread",
     "RolloutGenerator",
-    "Settled",
     "check_all_rows",
     "check_answer",
     "check_failures",

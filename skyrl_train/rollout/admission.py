@@ -70,41 +70,45 @@ REJECTED = "rejected"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
-    """The prompts that are trained on, or dropped for good: each prompt is settled once."""
+class ConsumedPrompts:
+    """The prompts that are trained on, or dropped for good: each prompt is consumed once."""
 
-    frontier: int = 0
+    watermark: int = 0
     """All ordinals below it are settled."""
     beyond: tuple[int, ...] = ()
     """Those above it that are, ascending."""
 
     def holds(self, ordinal: int) -> bool:
         """Return whether the prompt need not come again."""
-        return ordinal < self.frontier or ordinal in self.beyond
+        return ordinal < self.watermark or ordinal in self.beyond
 
-    def plus(self, *ordinals: int) -> Settled:
+    def plus(self, *ordinals: int) -> ConsumedPrompts:
         """Return the set with these ordinals. Raises ValueError for one that is in it already."""
         beyond = set(self.beyond)
         for ordinal in ordinals:
-            if ordinal < self.frontier or ordinal in beyond:
+            if ordinal < self.watermark or ordinal in beyond:
                 raise ValueError(f"prompt {ordinal} of the order is settled already")
             beyond.add(ordinal)
-        frontier = self.frontier
-        while frontier in beyond:
-            beyond.remove(frontier)
-            frontier += 1
-        return Settled(frontier=frontier, beyond=tuple(sorted(beyond)))
+        watermark = self.watermark
+        while watermark in beyond:
+            beyond.remove(watermark)
+            watermark += 1
+        return ConsumedPrompts(watermark=watermark, beyond=tuple(sorted(beyond)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads; a checkpoint calls the watermark its frontier."""
+        return {"frontier": self.watermark, "beyond": self.beyond}
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Settled:
-        """Return what `dataclasses.asdict` was written of. Raises ValueError, KeyError."""
-        frontier, beyond = whole_number(content, "frontier"), content["beyond"]
+    def from_json(content: Mapping[str, Any]) -> ConsumedPrompts:
+        """Return the set that was written. Raises ValueError, KeyError."""
+        watermark, beyond = whole_number(content, "frontier"), content["beyond"]
         numbers = isinstance(beyond, list) and all(type(ordinal) is int for ordinal in beyond)
-        if not numbers or beyond != sorted(set(beyond)) or (beyond and beyond[0] <= frontier):
+        if not numbers or beyond != sorted(set(beyond)) or (beyond and beyond[0] <= watermark):
             raise ValueError("beyond must be a list of ascending numbers above frontier")
         if unknown := sorted(content.keys() - {"frontier", "beyond"}):
             raise ValueError(f"{unknown[0]} is unknown here")
-        return Settled(frontier=frontier, beyond=tuple(beyond))
+        return ConsumedPrompts(watermark=watermark, beyond=tuple(beyond))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,9 @@ class AdmissionSettings:
     """What the rules are given."""
 
     batch_size: int
-    """Groups of a batch."""
+    """Prompt groups in each batch that the learner trains on."""
     max_staleness: int
-    """Versions; at least 1."""
+    """Versions that the learner may be ahead of the oldest token that it trains on; at least 1."""
     stale_groups: StaleGroups
     """Whether a batch waits for a group that is due in it, or drops it."""
     total_batches: int
@@ -152,7 +156,7 @@ class _Pending:
     """A group that is in no batch yet."""
 
     began_at: int
-    """Version."""
+    """Version of the weights that engines had when it began."""
     is_finished: bool = False
     idle_reason: str = ""
     """Why a group that finished teaches nothing; empty where it does."""
@@ -165,14 +169,14 @@ class Admission:
     settings: AdmissionSettings
     version: int
     """Also the number of batches that are closed when it begins."""
-    settled: Settled
+    settled: ConsumedPrompts
     """Where to go on in the data."""
     discarded: Counter[str] = field(default_factory=Counter)
     """Groups that were dropped, by reason."""
 
     def __post_init__(self) -> None:
         self._num_closed = self.version
-        self._next = self.settled.frontier
+        self._next = self.settled.watermark
         self._pending: dict[int, _Pending] = {}
         self.dropped: dict[int, str] = {}
         """Groups that were discarded since the batch before, with the reason."""
@@ -258,7 +262,10 @@ class Admission:
         elif not self._is_on_time(left):
             if self.num_in_flight or self.settings.max_discards is None:
                 return None
-            self._drop_youngest(left)
+            # Only where a run before discarded groups that failed, or were of a rejected batch, and are pending once more,
+            # beside those that began in their places: the youngest go until the others are on time.
+            while left and not self._is_on_time(left):
+                self.discard(left.popitem()[0], SURPLUS)
         for ordinal in chosen:
             if ordinal not in ordinals:
                 self.discard(ordinal, self._pending[ordinal].idle_reason)
@@ -289,13 +296,6 @@ class Admission:
             return []
         copies = itertools.cycle(sources)
         return [next(copies) if self._pending[ordinal].idle_reason else ordinal for ordinal in chosen]
-
-    def _drop_youngest(self, left: dict[int, _Pending]) -> None:
-        """Discard groups until the others are on time. Only where a run before discarded groups that failed, or were of a
-        rejected batch, and are pending once more, beside those that began in their places."""
-        while left and not self._is_on_time(left):
-            ordinal, _ = left.popitem()
-            self.discard(ordinal, SURPLUS)
 
     def _due(self, group: _Pending) -> int:
         """Return the number of the last batch that may hold the group."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from skyrl_train.errors import DeadlineError, EngineError, counted
 from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession, StepResult, ToolResult, describe
+from skyrl_train.rollout.boundary import EnvironmentFailed, StepResult, ToolResult, describe, environment_error
+from skyrl_train.rollout.boundary.session import EnvironmentSession
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.tools.formats import UNREADABLE, Calls, ToolCall, ToolParser, call_messages, recorded_calls
 from skyrl_train.rollout.tools.toolbox import Schema
@@ -85,6 +87,28 @@ class Job:
         purpose = f"sample/{self.purpose}"
         return derive_seed(self.seed, purpose, self.global_step, self.prompt_number, self.sample_index, turn_index)
 
+    def trajectory(
+        self,
+        turns: Sequence[Turn],
+        outcome: Outcome,
+        first_messages: tuple[ChatMessage, ...],
+        metrics: Mapping[str, float] | None = None,
+        broken: EnvironmentFailed | None = None,
+    ) -> Trajectory:
+        """Return the sample: `first_messages` are those of its first prompt, `broken` what it failed over."""
+        # The teacher's prompt was made of the row's messages: it has none where others came first.
+        is_prompt = bool(turns) and np.array_equal(turns[0].added_token_ids, self.prompt_token_ids)
+        return Trajectory(
+            prompt_uid=self.prompt.uid,
+            sample_index=self.sample_index,
+            turns=tuple(turns),
+            outcome=outcome,
+            failure=broken.to_failure(turn_index=len(turns)) if broken else None,
+            metrics=metrics or {},
+            first_messages=() if first_messages == self.prompt.messages else first_messages,
+            teacher_prompt_token_ids=self.teacher_token_ids if is_prompt else self.teacher_token_ids[:0],
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
@@ -92,13 +116,52 @@ class Episode:
 
     job: Job
     engine: InferenceEngine
-    """Whose answers were checked."""
+    """It answers with what was checked (`checked_engine.py`)."""
     session: EnvironmentSession
     """Its environment, of which each call has a deadline."""
     chat: ChatTokens
     limits: Limits
     parse_calls: ToolParser | None = None
     """Reads the calls in a response; None where no format is known."""
+
+
+async def ask_engine(engine: InferenceEngine, request: GenerationRequest, timeout_s: float) -> GenerationOutput:
+    """Return the engine's answer. Raises EnvironmentFailed where it breaks, or does not answer in time."""
+    try:
+        return await asyncio.wait_for(engine.generate(request), timeout_s)
+    except EngineError as error:
+        raise EnvironmentFailed(FailureKind.ENGINE_ERROR, describe(error)) from error
+    except DeadlineError as error:
+        raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, describe(error)) from error
+    except asyncio.TimeoutError:
+        message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
+        raise EnvironmentFailed(FailureKind.ENGINE_TIMEOUT, message) from None
+
+
+def calls_in(output: GenerationOutput, chat: ChatTokens, parse: ToolParser | None, tools: Sequence[Schema]) -> Calls:
+    """Return the calls of tools in an answer; one that cannot be read where the parser breaks over it."""
+    if not tools or parse is None:
+        return ()
+    try:
+        return parse(chat.text_with_calls(output.token_ids), tools)
+    except Exception as error:  # of any kind: parsers are code of others, or recurse as deep as the model nests
+        return (ToolCall(name=UNREADABLE, error=describe(error)),)
+
+
+def turn_of(output: GenerationOutput, text: str, parent: int | None, added: TokenIds, **facts: Any) -> Turn:
+    """Return the turn in which `output`, whose response is `text`, was sampled after a prompt that adds `added` to `parent`;
+    `facts` are further fields of it."""
+    return Turn(
+        parent=parent,
+        added_token_ids=added,
+        response_token_ids=np.array(output.token_ids, dtype=np.int32),
+        response_logprobs=np.array(output.logprobs, dtype=np.float32),
+        response_text=text,
+        stop_reason=output.stop_reason,
+        weight_versions=output.weight_versions,
+        routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
+        **facts,
+    )
 
 
 async def multi_turn(episode: Episode) -> Trajectory:
@@ -128,9 +191,10 @@ class AgentLoop:
         try:
             outcome = await self._run_turns()
             metrics = await self._session.metrics()
-            return self._trajectory(outcome, metrics={**metrics, **self._counts} if self._tools else metrics)
-        except Broken as broken:
-            return self._trajectory(Outcome.FAILED, broken=broken)
+            metrics = {**metrics, **self._counts} if self._tools else metrics
+            return self._job.trajectory(self._turns, outcome, self._first_messages, metrics)
+        except EnvironmentFailed as broken:
+            return self._job.trajectory(self._turns, Outcome.FAILED, self._first_messages, broken=broken)
         finally:
             await self._session.close()
 
@@ -144,7 +208,7 @@ class AgentLoop:
             text = self._chat.text(output.token_ids)
             is_last = len(self._turns) + 1 >= self._limits.max_turns
             # A call that nobody would read the result of is an answer, which the environment scores.
-            calls = () if is_last else self._calls_in(output)
+            calls = () if is_last else calls_in(output, self._chat, self._parse_calls, self._tools)
             said_calls = call_messages(calls, turn_index=len(self._turns))
             result = await self._answer_to(text, calls, said_calls)
             result = replace(result, observations=self._chat.with_references(result.observations))
@@ -181,14 +245,6 @@ class AgentLoop:
         """Add to the last turn, whose response is `text`, what the environment gives for a trajectory that ends there."""
         cut = await self._session.cut(text)
         self._turns[-1] = replace(self._turns[-1], reward=self._turns[-1].reward + cut.reward)
-
-    def _calls_in(self, output: GenerationOutput) -> Calls:
-        if not self._tools or self._parse_calls is None:
-            return ()
-        try:
-            return self._parse_calls(self._chat.text_with_calls(output.token_ids), self._tools)
-        except Exception as error:  # of any kind: parsers are code of others, or recurse as deep as the model nests
-            return (ToolCall(name=UNREADABLE, error=describe(error)),)
 
     async def _answer_to(self, text: str, calls: Calls, said: Sequence[ChatMessage]) -> StepResult:
         """Return what the environment answers to a response, or the tools that it calls."""
@@ -231,29 +287,28 @@ class AgentLoop:
         own = self._session.own_tools
         if own and self._parse_calls is None:
             rule = "it has tools, and the chat template writes calls in no format that is known"
-            raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{rule}: set environment.tool_format")
+            raise environment_error(f"{rule}: set environment.tool_format")
         if not self._job.prompt.tools:
             return (*self._job.tools, *own)
         known = {tool["function"]["name"] for tool in (*self._job.configured_tools, *own)}
         missing = [name for tool in self._job.tools if (name := tool["function"]["name"]) not in known]
         if missing:
-            raise Broken(
-                FailureKind.ENVIRONMENT_ERROR,
+            raise environment_error(
                 f"the row offers the tool {missing[0]!r}, which is neither one of environment.tools nor the environment's "
-                f"own; there are {', '.join(sorted(known)) or 'none'}",
+                f"own; there are {', '.join(sorted(known)) or 'none'}"
             )
         return self._job.tools
 
     def _first_prompt(self, messages: list[ChatMessage]) -> TokenIds:
         unchanged = messages == list(self._job.prompt.messages)
-        self._first_messages = () if unchanged else tuple(messages)
+        self._first_messages = tuple(messages)
         self._tools = self._offered()
         if unchanged and self._tools == self._job.tools:
             prompt = self._job.prompt_token_ids
         else:
             prompt = self._chat.first_prompt(messages, self._tools)
         if self._room(prompt) < 1:
-            raise Broken(
+            raise EnvironmentFailed(
                 FailureKind.PROMPT_TOO_LONG,
                 f"the prompt has {counted(len(prompt), 'token')}; generator.max_context_length="
                 f"{self._limits.max_context_length} leaves no room for a response",
@@ -274,36 +329,7 @@ class AgentLoop:
             seed=self._job.request_seed(turn_index),
             images=self._images,
         )
-        timeout_s = self._limits.request_timeout_s
-        try:
-            return await asyncio.wait_for(self._engine.generate(request), timeout_s)
-        except EngineError as error:
-            raise Broken(FailureKind.ENGINE_ERROR, describe(error)) from error
-        except DeadlineError as error:
-            raise Broken(FailureKind.ENGINE_TIMEOUT, describe(error)) from error
-        except asyncio.TimeoutError:
-            message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
-            raise Broken(FailureKind.ENGINE_TIMEOUT, message) from None
-
-    def _trajectory(
-        self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: Broken | None = None
-    ) -> Trajectory:
-        return Trajectory(
-            prompt_uid=self._job.prompt.uid,
-            sample_index=self._job.sample_index,
-            turns=tuple(self._turns),
-            outcome=outcome,
-            failure=broken.to_failure(turn_index=len(self._turns)) if broken else None,
-            metrics=metrics or {},
-            first_messages=self._first_messages,
-            teacher_prompt_token_ids=self._teacher_prompt(),
-        )
-
-    def _teacher_prompt(self) -> TokenIds:
-        """Return no tokens where the environment changed the messages that the teacher's prompt was made of."""
-        first = self._turns[0].added_token_ids if self._turns else ()
-        unchanged = np.array_equal(first, self._job.prompt_token_ids)
-        return self._job.teacher_token_ids if unchanged else self._job.teacher_token_ids[:0]
+        return await ask_engine(self._engine, request, self._limits.request_timeout_s)
 
     def _add_turn(
         self,
@@ -314,18 +340,10 @@ class AgentLoop:
         calls: Sequence[Mapping[str, object]],
     ) -> None:
         parent, added = find_parent(self._turns, prompt, self._images)
-        turn = Turn(
-            parent=parent,
-            added_token_ids=added,
-            response_token_ids=np.array(output.token_ids, dtype=np.int32),
-            response_logprobs=np.array(output.logprobs, dtype=np.float32),
-            response_text=text,
-            reward=result.reward,
-            observations=tuple(result.observations),
-            tool_calls=recorded_calls(calls),
-            stop_reason=output.stop_reason,
-            weight_versions=output.weight_versions,
-            routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
-            images=between(self._images, len(prompt) - len(added), len(prompt)),
-        )
-        self._turns.append(turn)
+        facts = {
+            "reward": result.reward,
+            "observations": tuple(result.observations),
+            "tool_calls": recorded_calls(calls),
+            "images": between(self._images, len(prompt) - len(added), len(prompt)),
+        }
+        self._turns.append(turn_of(output, text, parent, added, **facts))

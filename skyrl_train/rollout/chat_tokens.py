@@ -25,9 +25,9 @@ from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.images import ImageSpans, expanded
 from skyrl_train.parts import ENVIRONMENTS, TOOLS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.boundary.session import Broken, describe
+from skyrl_train.rollout.boundary import EnvironmentFailed, column_in, describe, invalid_observation
 from skyrl_train.rollout.tools.toolbox import Schema
-from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, Tokenizer, token_ids
+from skyrl_train.types import ChatMessage, Prompt, TokenIds, Tokenizer, token_ids
 
 _QUESTION = "1"
 _ANSWERS = (("2", "3"), ("b", "c"), ("yes", "no"))
@@ -71,16 +71,14 @@ class ChatTokens:
         model may call. A base model gets the texts with an empty line between them, after what its tokenizer puts before
         every text.
 
-        Raises Broken (invalid_observation) where the template refuses the messages.
+        Raises EnvironmentFailed (invalid_observation) where the template refuses the messages.
         """
         if self.is_text:
             return token_ids(self._tokenizer(_text_of(messages))["input_ids"])
         try:
             return token_ids(self._render(messages, tools=tools, add_generation_prompt=True))
         except Exception as error:
-            raise Broken(
-                FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
-            ) from error
+            raise invalid_observation(f"the chat template refused the messages: {describe(error)}") from error
 
     def data_prompt(self, prompt: Prompt, tools: Sequence[Schema] = ()) -> TokenIds:
         """Return the `first_prompt` of a data row, with `tools`, or those of its own. Raises DataError naming the row that
@@ -95,7 +93,7 @@ class ChatTokens:
             refuse_images(prompt)  # which the template may refuse, or leave out
         try:
             return self.first_prompt(prompt.messages, tools)
-        except Broken as broken:
+        except EnvironmentFailed as broken:
             raise DataError(f"{place}: {broken.message}. Fix or drop the row.") from broken
 
     def next_prompt(
@@ -127,9 +125,7 @@ class ChatTokens:
             try:
                 delta = self._delta(*(json.dumps(each) for each in (said, observations, tools)))
             except Exception as error:
-                raise Broken(
-                    FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
-                ) from error
+                raise invalid_observation(f"the chat template refused the messages: {describe(error)}") from error
             if delta is not None:
                 after_turn, opening = delta
                 added = np.array([*response, *_missing(after_turn, response), *opening], dtype=np.int32)
@@ -137,26 +133,27 @@ class ChatTokens:
         return self.first_prompt([*history, *observations], tools)
 
     def with_references(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return what an environment said with references in place of its images. Raises Broken (invalid_observation)."""
+        """Return what an environment said with references in place of its images. Raises EnvironmentFailed
+        (invalid_observation)."""
         if self._images is None or self.is_text:
             if references_in(messages):
                 lacks = "there is no chat template" if self.is_text else "the model reads none"
-                raise Broken(FailureKind.INVALID_OBSERVATION, f"an environment or a tool showed an image, and {lacks}")
+                raise invalid_observation(f"an environment or a tool showed an image, and {lacks}")
             return list(messages)
         try:
             return self._images.with_references(messages)
         except DataError as error:
-            raise Broken(FailureKind.INVALID_OBSERVATION, str(error)) from error
+            raise invalid_observation(str(error)) from error
 
     def images_in(self, prompt: TokenIds, messages: Sequence[ChatMessage], start: int = 0) -> ImageSpans:
-        """Return where the images of `messages`, whose tokens begin at `start`, stand in a prompt. Raises Broken
+        """Return where the images of `messages`, whose tokens begin at `start`, stand in a prompt. Raises EnvironmentFailed
         (invalid_observation)."""
         if self._images is None:
             return ()
         try:
             return self._images.spans(prompt, messages, start)
         except (ValueError, DataError) as error:
-            raise Broken(FailureKind.INVALID_OBSERVATION, describe(error)) from error
+            raise invalid_observation(describe(error)) from error
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -259,9 +256,7 @@ def with_context(prompt: Prompt, name: str) -> Prompt:
 
     Raises DataError naming the row and the column where it has no such text.
     """
-    value: Any = prompt.extras
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    value = column_in(prompt.extras, name)
     last = prompt.messages[-1] if prompt.messages else {}
     if not isinstance(value, (str, int, float)) or not str(value) or not isinstance(last.get("content"), str):
         raise DataError(

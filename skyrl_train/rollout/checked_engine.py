@@ -1,7 +1,14 @@
-"""What an inference engine answers, and what a recording or a custom agent loop hands in, checked before it is used.
+"""What stands before an inference engine, and what a recording or a custom agent loop hands in, checked before it is used.
 
 Whichever engine answers (Hugging Face, vLLM, a server, a custom one), `CheckedEngine` stands before it, so that no other
 code has to doubt an answer. What is refused fails the one trajectory that asked, with the reason.
+
+Tokens of an answer that is on its way are told to whoever listens while an engine is asked:
+
+    with listening(take):                 take(token ids) is called as they are sampled, on whichever thread that is
+        await engine.generate(request)
+
+An engine that can says them (`listener()`); others say nothing until the whole answer is there, which is what counts.
 """
 
 from __future__ import annotations
@@ -9,8 +16,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import starmap
 from typing import Any
@@ -20,7 +28,8 @@ from numpy.typing import NDArray
 
 from skyrl_train.errors import EngineError, SkyrlTrainError, counted
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.boundary.session import describe
+from skyrl_train.rollout.boundary import describe
+from skyrl_train.rollout.journal import Journal
 from skyrl_train.system.files import shown
 from skyrl_train.telemetry import Activity
 from skyrl_train.types import (
@@ -36,10 +45,30 @@ from skyrl_train.types import (
     routing_column,
 )
 
+Listener = Callable[[Sequence[int]], object]
+
+_LISTENER: ContextVar[Listener | None] = ContextVar("token_listener", default=None)
+
+
+def listener() -> Listener | None:
+    """Return who listens to the answer that is being asked for."""
+    return _LISTENER.get(None)
+
+
+@contextmanager
+def listening(take: Listener | None) -> Iterator[None]:
+    """Have `take` told of the answer that is asked for inside; None where nobody may be."""
+    token = _LISTENER.set(take)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
 logger = logging.getLogger(__name__)
 
 _MAX_REASONS = 5
-"""Lines about failed trajectories."""
+"""Lines about failed trajectories in one message."""
 FIRST_FEW = 8
 """Trajectories that begin first: where they fail alike before any has succeeded, the others would, too."""
 _QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*(?:'|$)|"(?:\\.|[^"\\])*(?:"|$))""", re.DOTALL)
@@ -50,11 +79,23 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 class CheckedEngine:
     """Implements `InferenceEngine` by another one, of which it trusts nothing."""
 
-    def __init__(self, engine: InferenceEngine, *, vocabulary_size: int, activity: Activity | None = None) -> None:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        *,
+        vocabulary_size: int,
+        activity: Activity | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         """`vocabulary_size`: rows of the policy's embedding, one for each token id that it can be given. `activity` is told
-        of requests."""
-        self._engine, self._activity = engine, activity or Activity()
+        of requests. Answers are in the `journal` before anybody has them, or taken from there."""
+        self._engine, self._activity, self._journal = engine, activity or Activity(), journal
         self._vocabulary_size = vocabulary_size
+
+    def with_journal(self, journal: Journal) -> CheckedEngine:
+        """Return the same with a journal, for one trajectory."""
+        size, activity = self._vocabulary_size, self._activity
+        return CheckedEngine(self._engine, vocabulary_size=size, activity=activity, journal=journal)
 
     @property
     def weight_version(self) -> int:
@@ -62,15 +103,20 @@ class CheckedEngine:
         return self._engine.weight_version
 
     def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
+        """Announce a trajectory to the engine, which may wait for it."""
         return self._engine.lease()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Raises EngineError where the engine breaks or its answer is refused, DeadlineError where it is late."""
+        """Return a checked answer. Raises EngineError where the engine breaks or its answer is refused, DeadlineError where
+        it is late, SaveError."""
+        if self._journal is not None and (known := self._journal.turn(request)) is not None:
+            return known
         check_prompt(request.prompt_token_ids, vocabulary_size=self._vocabulary_size)
         oldest = self._engine.weight_version
+        # Nobody may act on tokens that the journal might lose.
+        heard = listener() if self._journal is None else None
         try:
-            with self._activity.request():
+            with self._activity.request(), listening(heard):
                 answer = await self._engine.generate(request)
         except SkyrlTrainError:
             raise
@@ -78,10 +124,13 @@ class CheckedEngine:
             logger.warning("the engine broke over request %s", request.request_id, exc_info=error)
             raise EngineError(f"the engine broke over request {request.request_id}: {describe(error)}") from error
         versions = (oldest, self._engine.weight_version)
-        return check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=versions)
+        output = check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=versions)
+        if self._journal is not None:
+            await self._journal.keep_turn(request, output)
+        return output
 
     def close(self) -> None:
-        """Close the engine."""
+        """Close the engine behind it."""
         self._engine.close()
 
 
@@ -157,7 +206,9 @@ def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_cont
         kind, reason = FailureKind.ENGINE_ERROR, ""
         length = prompt_length + len(turn.response_token_ids)
         largest = max(int(column.max(initial=0)) for column in (turn.added_token_ids, turn.response_token_ids))
-        if not _is_float32(turn.reward):
+        with np.errstate(over="ignore"):
+            is_float32 = bool(np.isfinite(np.float32(turn.reward)))
+        if not is_float32:
             kind, reason = FailureKind.INVALID_REWARD, f"the reward {turn.reward!r} is not finite in float32"
         elif length > max_context_length:
             most_tokens = f"generator.max_context_length={max_context_length}"
@@ -302,8 +353,3 @@ def _first_not_logprob(values: Any) -> int | None:
         column = np.asarray(values, dtype=np.float32)
     good = np.isfinite(column) & (np.asarray(values, dtype=np.float64) <= 0.0)
     return None if good.all() else int(np.argmin(good))
-
-
-def _is_float32(value: float) -> bool:
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(np.float32(value)))

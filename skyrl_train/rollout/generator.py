@@ -24,16 +24,21 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine, ReportsMetrics
 from skyrl_train.parts import AGENT_LOOPS
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
-from skyrl_train.rollout.boundary.session import Environments, EnvironmentSession, ToolSettings
+from skyrl_train.rollout.boundary import Environments
+from skyrl_train.rollout.boundary.session import EnvironmentSession, Restarted
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
-from skyrl_train.rollout.checked_engine import FIRST_FEW, CheckedEngine, check_failures, checked_trajectory
+from skyrl_train.rollout.checked_engine import (
+    FIRST_FEW,
+    CheckedEngine,
+    check_failures,
+    checked_trajectory,
+)
 from skyrl_train.rollout.envs.environments import check_environment, check_rows, environment_of, uses_processes
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.hosts.processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.hosts.scoring import Rewards
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEngine, JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.rollout.tools.formats import ToolParser
 from skyrl_train.rollout.tools.toolbox import Schema, starts_servers, tool_schemas
@@ -46,7 +51,7 @@ logger = logging.getLogger(__name__)
 STREAM = "stream"
 """Purpose, in requests and seeds, of groups that run by themselves."""
 _GREEDY = "greedy_stream"
-"""Of their greedy samples."""
+"""Purpose of their greedy samples, which are a baseline."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
@@ -117,7 +122,7 @@ class RolloutGenerator:
         self._context = generator.privileged_context
         self._seed = seed
         self.thread = LoopThread(name="rollout")
-        """Where all trajectories run."""
+        """The event loop that all trajectories run on."""
         self._mix = {dataset.name: dataset for dataset in mix}
         # With a mix, no prompt is scored by the environment of the run.
         own = {name: dataset.environment for name, dataset in self._mix.items()} or {"": environment}
@@ -144,7 +149,7 @@ class RolloutGenerator:
         self._check_rows(prompts)
         hosts = [task.hosts for task in self._tasks.values()]
         before = [(each.num_given_up, each.num_close_failures) for each in hosts]
-        trajectories = self.thread.run(self._run_prompts(prompts, n_samples_per_prompt, sampling, global_step, purpose))
+        trajectories = self.thread.run(self._run_all(prompts, n_samples_per_prompt, sampling, global_step, purpose))
         for each, (hung, unclosed) in zip(hosts, before):
             if each.num_given_up > hung:
                 logger.warning("%d environment calls hung; %s", each.num_given_up - hung, each.given_up)
@@ -200,33 +205,22 @@ class RolloutGenerator:
         self.thread.close()
 
     def _host(self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None) -> _Task:
-        hosts = self._host_environments(environment, workers, log)
-        return _Task(environment, hosts, Rewards(environment, hosts), tool_schemas(environment.tools))
-
-    def _host_environments(
-        self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None
-    ) -> Environments:
         timeout_s, waits = environment.step_timeout_s, self.activity.environment
-        if not uses_processes(environment):
+        hosts: Environments
+        if uses_processes(environment):
+            host, most = workers or LocalWorkers(WorkerSettings.of(environment, log=log)), most_workers(environment)
+            hosts = ProcessEnvironments(host, num_workers=most, timeout_s=timeout_s, around=waits)
+            # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
+            self.thread.begin(host.ready())
+        else:
             if environment.env_class is not None:
                 check_environment(environment.env_class)
-            return ThreadEnvironments(num_workers=environment.num_workers, timeout_s=timeout_s, around=waits)
-        host = workers or LocalWorkers(WorkerSettings.of(environment, log=log))
-        most = most_workers(environment)
-        processes = ProcessEnvironments(host, num_workers=most, timeout_s=timeout_s, around=waits)
-        # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
-        self.thread.begin(processes.prepare())
-        return processes
+            hosts = ThreadEnvironments(num_workers=environment.num_workers, timeout_s=timeout_s, around=waits)
+        return _Task(environment, hosts, Rewards(environment, hosts), tool_schemas(environment.tools))
 
     def _check_rows(self, prompts: Sequence[Prompt]) -> None:
         for name, task in self._tasks.items():
             check_rows([prompt for prompt in prompts if prompt.dataset == name], task.environment)
-
-    async def _run_prompts(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
-    ) -> list[Trajectory]:
-        # Prompts become tokens on the loop's thread alone: tokenizers are not for several threads at once.
-        return await self._run_all(self._jobs(prompts, n_samples, sampling, global_step, purpose), n_samples)
 
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
@@ -271,7 +265,11 @@ class RolloutGenerator:
             changes.pop("temperature", None)
         return replace(sampling, **changes)
 
-    async def _run_all(self, jobs: Sequence[Job], n_samples: int) -> list[Trajectory]:
+    async def _run_all(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
+    ) -> list[Trajectory]:
+        # Prompts become tokens on the loop's thread alone: tokenizers are not for several threads at once.
+        jobs = self._jobs(prompts, n_samples, sampling, global_step, purpose)
         with contextlib.ExitStack() as all_leases:
             runs: list[Coroutine[Any, Any, Trajectory]] = []
             complete: list[tuple[Prompt, Trajectory]] = []
@@ -319,40 +317,27 @@ class RolloutGenerator:
         complete: list[tuple[Prompt, Trajectory]],
         journal: Journal | None = None,
     ) -> Trajectory:
-        """Return what `_run_one` does; the job's group is in flight until then."""
+        """Return the job's trajectory, which is appended to what is `complete` as well, with a `journal` going on where a
+        run before was. The job's group is in flight until then."""
         is_eval = job.purpose == "eval"
         with self.activity.trajectory((is_eval, job.global_step, job.prompt_index), is_timed=not is_eval):
-            return await self._run_one(job, lease, complete, journal)
-
-    async def _run_one(
-        self,
-        job: Job,
-        lease: contextlib.ExitStack,
-        complete: list[tuple[Prompt, Trajectory]],
-        journal: Journal | None,
-    ) -> Trajectory:
-        """Return the job's trajectory, which is appended to what is `complete` as well."""
-        with lease:
-            trajectory = await self._play(job, journal)
-            if not isinstance(trajectory, Trajectory):
-                kind = type(trajectory).__name__
-                raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
-            checked = checked_trajectory(
-                trajectory,
-                vocabulary_size=self._vocabulary_size,
-                max_context_length=self._limits.max_context_length,
-            )
-        # The engine waits for leased trajectories alone: it goes on while this one is scored.
-        scored = await self._tasks[job.prompt.dataset].rewards.score(job.prompt, checked)
+            with lease:
+                try:
+                    trajectory = await self._agent_loop(self._episode(job, journal))
+                except Restarted:  # once at most: the journal has nothing left that could be refused
+                    trajectory = await self._agent_loop(self._episode(job, journal))
+                if not isinstance(trajectory, Trajectory):
+                    kind = type(trajectory).__name__
+                    raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
+                checked = checked_trajectory(
+                    trajectory,
+                    vocabulary_size=self._vocabulary_size,
+                    max_context_length=self._limits.max_context_length,
+                )
+            # The engine waits for leased trajectories alone: it goes on while this one is scored.
+            scored = await self._tasks[job.prompt.dataset].rewards.score(job.prompt, checked)
         complete.append((job.prompt, scored))
         return scored
-
-    async def _play(self, job: Job, journal: Journal | None) -> object:
-        """Return what the agent loop makes of the job, with a `journal` going on where a run before was."""
-        try:
-            return await self._agent_loop(self._episode(job, journal))
-        except Restarted:  # once at most: the journal has nothing left that could be refused
-            return await self._agent_loop(self._episode(job, journal))
 
     def _episode(self, job: Job, journal: Journal | None) -> Episode:
         task = self._tasks[job.prompt.dataset]
@@ -363,12 +348,14 @@ class RolloutGenerator:
             with_sandbox(task.environment.env_class or env_class, task.environment),
             extras,
             name=env_class.rpartition(":")[2],
-            tools=ToolSettings(specs=task.environment.tools, max_result_chars=task.environment.max_tool_result_chars),
-            wrap=lambda handle: handle if journal is None else JournaledEnvironment(handle, journal, job.name),
+            tools=task.environment.tools,
+            max_result_chars=task.environment.max_tool_result_chars,
+            journal=journal,
+            trajectory=job.name,
         )
         return Episode(
             job=job,
-            engine=self._engine if journal is None else JournaledEngine(self._engine, journal),
+            engine=self._engine if journal is None else self._engine.with_journal(journal),
             session=session,
             chat=self._chat,
             limits=self._limits,

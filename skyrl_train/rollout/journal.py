@@ -8,7 +8,7 @@ One file of JSON lines, in the order in which things happened:
     {"turn": "stream-5-000000-0001-000", "of": "9c1d...",    an answer of the engine to the request `of`
      "tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop": "stop", "versions": [[0, 1]]}
     {"call": "stream-5-000000-0001", "of": "77ab...",        an answer of an environment to the call `of`, and how it may be
-     "value": {...}, "resume": {"state": {"turns": 1}}}      brought back to where it is then (`journaled.py`)
+     "value": {...}, "resume": {"state": {"turns": 1}}}      brought back to where it is then (`boundary/session.py`)
     {"restart": "stream-5-000000-0001", "reason": "..."}     it could not be: the calls before are of no use
     {"group": 5, "trajectories": [...]}                      all samples of group 5 (see `telemetry/records/log.py`)
     {"batch": 1, "groups": [3, 5], "dropped": {"4": "stale"}}  what the learner trained on at version 1
@@ -49,7 +49,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.errors import DataError, SaveError
-from skyrl_train.rollout.admission import Closed, Settled
+from skyrl_train.rollout.admission import Closed, ConsumedPrompts
 from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import DISK_TIMEOUT_S, bring_to_disk, json_line, parse_strict_json, sync_folder
 from skyrl_train.telemetry.records import decode_answer, decode_trajectory, encode_trajectory
@@ -60,6 +60,11 @@ from skyrl_train.types import (
     Trajectory,
     encode_routing,
 )
+
+DECLARED_METRICS = """
+stream/resumed_{whole,state,replay} | count | Environments of a run before that came back so. | after a resumed stream
+stream/restarted_<reason> | count | Those that did not, whose trajectory began anew. | after a resumed stream
+"""
 
 FILE = "journal.jsonl"
 _CLOSE_TIMEOUT_S = 30.0
@@ -74,10 +79,10 @@ class Call:
     """What an environment answered in a run before."""
 
     of: str
-    """Digest of the call."""
+    """Digest of the call and its arguments."""
     value: Any
     resume: Mapping[str, Any]
-    """As in `env_boundary.Answer`."""
+    """How the environment comes back to where it was then, as in `boundary.Answer`."""
 
 
 class Journal:
@@ -117,7 +122,7 @@ class Journal:
         if not length:
             self._append({"prompts": prompts, "from": 0})
 
-    def resume(self, version: int, settled: Settled) -> None:
+    def resume(self, version: int, settled: ConsumedPrompts) -> None:
         """Free the memory of groups that are trained on or dropped where the run goes on. Raises DataError where the journal
         has been compacted past that."""
         if version < self._from:

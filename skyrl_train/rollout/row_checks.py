@@ -23,13 +23,11 @@ from skyrl_train.data import PromptColumns, load_prompts
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.parts import ENVIRONMENTS
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout.boundary.session import CHECK_ROWS
+from skyrl_train.rollout.boundary import CHECK_ROWS, column_in, plain
 from skyrl_train.rollout.envs.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
-from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, run_in_workers
 from skyrl_train.rollout.hosts.processes import WorkerEnded
 from skyrl_train.rollout.hosts.scoring import check_reward_columns
-from skyrl_train.rollout.plain_data import plain
-from skyrl_train.system import in_time
 from skyrl_train.types import Prompt
 
 _CHUNK = 1000
@@ -127,18 +125,19 @@ def _problems(spec: PartSpec, prompts: Sequence[Prompt], environment: Environmen
         return _in_chunks(prompts, lambda rows: row_problems(spec, rows))
     if ":" not in name:  # another one of skyrl-gym's registry
         return ()
-    what = f"the check of {len(prompts)} rows by {name}"
-    timeout_s = environment.step_timeout_s * (2 + len(prompts) // _CHUNK)
-    # On a thread: whoever asks may be running an event loop.
-    return in_time(lambda: asyncio.run(_in_worker(spec, prompts, environment)), what=what, timeout_s=timeout_s + 300)
+    settings = replace(WorkerSettings.of(environment), specs=(spec,), registry=False, tools=(), rewards={})
+    return run_in_workers(
+        settings,
+        lambda workers: _asked(workers, spec, prompts, environment.step_timeout_s),
+        what=f"the check of {len(prompts)} rows by {name}",
+        timeout_s=environment.step_timeout_s * (2 + len(prompts) // _CHUNK) + 300,
+    )
 
 
 def _gym_problems(name: str, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
     for index, prompt in enumerate(prompts):
         for column, holds, rule in _GYM[name]:
-            value: Any = prompt.extras
-            for part in column.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
+            value = column_in(prompt.extras, column)
             if not holds(value):
                 got = "nothing" if value is None else repr(value)[:80]
                 yield index, f"{column}: {rule}, for the environment {name}; got {got}. {_NAMING}"
@@ -157,21 +156,18 @@ def _in_chunks(
             yield start + index, problem
 
 
-async def _in_worker(
-    spec: PartSpec, prompts: Sequence[Prompt], environment: EnvironmentConfig
+async def _asked(
+    workers: LocalWorkers, spec: PartSpec, prompts: Sequence[Prompt], step_timeout_s: float
 ) -> list[tuple[int, str]]:
-    name = split_spec(spec)[0]
-    workers = LocalWorkers(replace(WorkerSettings.of(environment), specs=(spec,), registry=False, tools=(), rewards={}))
+    name, worker = split_spec(spec)[0], workers.start()
     found: list[tuple[int, str]] = []
     try:
-        await workers.ready()
-        worker = workers.start()
         for start in (-_CHUNK, *range(0, len(prompts), _CHUNK)):
             # The first request has no rows: it asks whether there is a check at all.
             chunk = prompts[start : start + _CHUNK] if start >= 0 else ()
             rows = [plain(prompt.extras, f"{prompt.place}: a column") for prompt in chunk]
             request = {"call": CHECK_ROWS, "environment": 0, "name": name, "spec": plain(spec, name), "rows": rows}
-            answer: Any = await worker.ask(request, environment.step_timeout_s)
+            answer: Any = await worker.ask(request, step_timeout_s)
             if not isinstance(answer, dict) or "failure" in answer:
                 raise SkyrlTrainError(f"{name}.check_row: {answer.get('message') if answer else 'no answer'}")
             if answer["value"] is None:
@@ -179,11 +175,8 @@ async def _in_worker(
             found += [(start + int(index), str(problem)) for index, problem in answer["value"]]
     except asyncio.TimeoutError:
         raise SkyrlTrainError(
-            f"{name}.check_row did not answer for {_CHUNK} rows within environment.step_timeout_s="
-            f"{environment.step_timeout_s:g}"
+            f"{name}.check_row did not answer for {_CHUNK} rows within environment.step_timeout_s={step_timeout_s:g}"
         ) from None
     except WorkerEnded as ended:
         raise SkyrlTrainError(f"{name}.check_row: its worker process {ended}") from None
-    finally:
-        await workers.aclose()
     return found

@@ -33,7 +33,7 @@ from skyrl_train.algorithms import KLControllerState, next_state
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.data import Curriculum
 from skyrl_train.interfaces import Generator, ReportsMetrics, WeightTransport
-from skyrl_train.rollout import Settled
+from skyrl_train.rollout import ConsumedPrompts
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import to_values
 from skyrl_train.trainers import steps
@@ -162,7 +162,7 @@ class PPOTrainer:
         if self.stream is not None:
             first = self.state.data_position * self.settings.trainer.train_batch_size
             self.stream.learn(self.state.solve_rates)
-            self.stream.begin(version=version, settled=self.state.settled or Settled(frontier=first))
+            self.stream.begin(version=version, settled=self.state.settled or ConsumedPrompts(watermark=first))
         if self.capsules.keep:
             with self.loop.phase("capsule"):
                 self.capsules.write_state(version, self.state)

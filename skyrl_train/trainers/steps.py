@@ -42,7 +42,7 @@ from skyrl_train.config.derived import old_logprobs_scored
 from skyrl_train.config.models import SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
-from skyrl_train.rollout import Settled
+from skyrl_train.rollout import ConsumedPrompts
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
@@ -83,7 +83,7 @@ class Generated:
     """Batches taken from the prompt source; more than one only with dynamic sampling."""
     metrics: Mapping[str, float]
     """`sampling/...`, and of a stream its own; empty without either."""
-    settled: Settled | None = None
+    settled: ConsumedPrompts | None = None
     """Of a stream: prompts that need not come again."""
 
 
@@ -158,7 +158,7 @@ def take(stream: RolloutStream, settings: PPOSettings, *, position: int) -> Gene
     return Generated(
         rollouts=shape_rewards(taken.rollouts, settings.trainer.algorithm.filters),
         everything=taken.everything,
-        num_prompt_batches=taken.settled.frontier // settings.trainer.train_batch_size - position,
+        num_prompt_batches=taken.settled.watermark // settings.trainer.train_batch_size - position,
         metrics=taken.metrics,
         settled=taken.settled,
     )

@@ -37,7 +37,7 @@ def attack(context: Any, code: str) -> str:
 
 
 def environment(code: str) -> None:
-    from skyrl_train.rollout.boundary import Broken, EnvironmentSession
+    from skyrl_train.rollout.boundary import EnvironmentFailed, EnvironmentSession
     from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, WorkerSettings
 
     async def play() -> None:
@@ -46,7 +46,7 @@ def environment(code: str) -> None:
         among = ProcessEnvironments(workers, num_workers=1, timeout_s=DEADLINE_S)
         session = EnvironmentSession(among, spec, {"code": code}, "Attacking")
         await session.start(_MESSAGES)
-        with contextlib.suppress(Broken):
+        with contextlib.suppress(EnvironmentFailed):
             await session.step("4")
         await session.close()
         await among.aclose()

@@ -31,7 +31,7 @@ from skyrl_train.data import RowFormat, find_sources, load_prompts, read_content
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.inference import HTTPEngine
 from skyrl_train.rollout import check_answer
-from skyrl_train.rollout.boundary import Broken, check_step, read_answer
+from skyrl_train.rollout.boundary import EnvironmentFailed, check_step, read_answer
 from skyrl_train.rollout.rewards import Judge, RewardModel
 from skyrl_train.rollout.stream import ReplayGenerator
 from skyrl_train.system.files import json_line
@@ -193,7 +193,7 @@ def judge_reply(numbers: random.Random, folder: Path) -> str:
     try:
         # A completion that was not judged before.
         score = scorers.loop.run_until_complete(judge(completion=str(numbers.random()), prompt="2+2?"))
-    except Broken as error:
+    except EnvironmentFailed as error:
         outcome = _refused(EngineError(error.message), "judge")
     else:
         assert score == 0.7
@@ -227,7 +227,7 @@ def environment_answer(numbers: random.Random, folder: Path) -> str:
     answer = mutated(numbers, {"value": numbers.choice((step, named))})
     try:
         result = check_step(read_answer(answer, source="env.step"), source="env.step")
-    except Broken as error:
+    except EnvironmentFailed as error:
         return _refused(EngineError(error.message), "env.step")
     given = answer["value"]["reward"]
     assert math.isfinite(result.reward)

@@ -16,7 +16,7 @@ from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig, ModelConfig
 from skyrl_train.model import load_tokenizer
 from skyrl_train.rollout import ChatTokens, Episode, Job, Limits, RolloutGenerator
-from skyrl_train.rollout.agents import Address, Answered, Asked, Origin, Session, opened
+from skyrl_train.rollout.agents import Address, ChatReply, ChatRequest, Origin, Session, opened
 from skyrl_train.rollout.tools import make_parser
 from skyrl_train.types import GenerationRequest, Outcome, Prompt, RolloutBatch, SamplingParams, Trajectory, token_ids
 from tests.support.fakes import FakeEngine
@@ -88,15 +88,15 @@ def scripted(*texts: str) -> FakeEngine:
     return FakeEngine(lambda _: letter_by_letter(next(said)))
 
 
-def asked(*messages: dict[str, Any], tools: Sequence[Any] = (), **changes: Any) -> Asked:
-    return Asked(messages=messages, tools=tuple(tools), **changes)
+def asked(*messages: dict[str, Any], tools: Sequence[Any] = (), **changes: Any) -> ChatRequest:
+    return ChatRequest(messages=messages, tools=tuple(tools), **changes)
 
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def origin(request: Asked, *, key: str = "", attempt: int | None = 0) -> Origin:
+def origin(request: ChatRequest, *, key: str = "", attempt: int | None = 0) -> Origin:
     return Origin(body=hashlib.blake2b(repr(request).encode(), digest_size=16).digest(), key=key, attempt=attempt)
 
 
@@ -165,7 +165,7 @@ class Programs:
         self.session.deliver(answered)
         self._take(messages, continues, answered)
 
-    def _take(self, messages: list[dict[str, Any]], continues: list[int], answered: Answered) -> None:
+    def _take(self, messages: list[dict[str, Any]], continues: list[int], answered: ChatReply) -> None:
         self.lineage[answered.number] = continues
         history = [*messages, dict(answered.message)]
         self.histories.append(history)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_train.rollout import LoopThread
-from skyrl_train.rollout.boundary import Broken, EnvironmentSession
+from skyrl_train.rollout.boundary import EnvironmentFailed, EnvironmentSession
 from skyrl_train.rollout.hosts import ProcessEnvironments, WorkerHost
 from tests.reliability.hostile_environments import HOSTILE
 
@@ -32,7 +32,7 @@ class Played:
             result = await session.step("4")
             await session.metrics()
             return f"reward {result.reward}"
-        except Broken as broken:
+        except EnvironmentFailed as broken:
             return f"{broken.kind.value}: {broken.message}"
         finally:
             await session.close()

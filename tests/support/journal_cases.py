@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig
-from skyrl_train.rollout import AdmissionSettings, Journal, RolloutGenerator, Settled
+from skyrl_train.rollout import AdmissionSettings, ConsumedPrompts, Journal, RolloutGenerator
 from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
 from tests.support.fakes import (
@@ -69,7 +69,7 @@ def run(
     *,
     environment: str = FAKE_ENVIRONMENT,
     version: int = 0,
-    settled: Settled | None = None,
+    settled: ConsumedPrompts | None = None,
     oldest_checkpoint: Callable[[], int | None] = lambda: None,
 ) -> Run:
     """Takes all batches from `version` on, as a learner would."""
@@ -89,7 +89,7 @@ def run(
     stream = RolloutStream(generator, batch_at, settings, journal)
     taken, contents = {}, {}
     try:
-        stream.begin(version=version, settled=settled or Settled())
+        stream.begin(version=version, settled=settled or ConsumedPrompts())
         for number in range(version, STEPS):
             taken[number] = stream.take()
             contents[number] = path.read_bytes()
@@ -114,7 +114,7 @@ def check_crash(before: Run, content: bytes, num_whole: int, path: Path, draw: r
     # A checkpoint of step `version` follows the update of batch `version - 1`, which was in the journal before.
     version = draw.randint(first, num_batches)
     path.write_bytes(content)
-    settled = before.taken[version - 1].settled if version else Settled()
+    settled = before.taken[version - 1].settled if version else ConsumedPrompts()
     after = run(path, environment=environment, version=version, settled=settled)
     trained = Counter(
         prompt.uid

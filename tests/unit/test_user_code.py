@@ -16,7 +16,7 @@ from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.door import load_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import absolute_target, code_digests, import_attr, module_of_file, own_line
-from skyrl_train.rollout.boundary import Broken, describe, read_answer
+from skyrl_train.rollout.boundary import EnvironmentFailed, describe, read_answer
 from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
 
 CODE = """\
@@ -213,7 +213,7 @@ def test_a_breakpoint_in_a_worker_process_says_which_setting_makes_it_work(here:
         sample = {"completion": "4", "completion_messages": []}
         try:
             return read_answer(await handle.ask({**request, "samples": [sample]}), source="score")
-        except Broken as broken:
+        except EnvironmentFailed as broken:
             return broken.message
         finally:
             handle.release()

@@ -79,7 +79,7 @@ class _TileMaths:
     softcap: float | None
     compute_dtype: torch.dtype
     tiles: Tiles
-    surprises: list[Tensor] | None
+    mismatches: list[Tensor] | None
     """Where to note a gradient that is not the foreseen one; None: it is computed anew."""
     vocabulary: Vocabulary
 
@@ -168,7 +168,7 @@ class _TokenScore(torch.autograd.Function):
         ctx.foreseen = None  # this node lives as long as the loss does; its weight's gradient need not
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sum_exp)
-        if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, maths.surprises):
+        if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, maths.mismatches):
             return foreseen.result(weight)
         found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths)
         tile_weight = weight.to(maths.compute_dtype)
@@ -202,9 +202,9 @@ def _grad_of_logits(
 
 
 def _is_as_expected(
-    grad_logprobs: Tensor, grad_entropy: Tensor | None, expected: Tensor, surprises: list[Tensor] | None
+    grad_logprobs: Tensor, grad_entropy: Tensor | None, expected: Tensor, mismatches: list[Tensor] | None
 ) -> bool:
-    """Whether the loss is as it was declared. With `surprises`, the answer is yes, and whether it is true is noted
+    """Whether the loss is as it was declared. With `mismatches`, the answer is yes, and whether it is true is noted
     there, to be read with what else comes back from the device."""
     if not grad_logprobs.numel():
         return True
@@ -212,9 +212,9 @@ def _is_as_expected(
     # rounding is compared with the largest coefficient: small ones add nothing that would be seen beside it
     allowed = 64 * torch.finfo(expected.dtype).eps * expected.abs().amax(1)
     as_expected = ((given - expected).abs().amax(1) <= allowed).all()
-    if surprises is None:
+    if mismatches is None:
         return bool(as_expected)
-    surprises.append(~as_expected)
+    mismatches.append(~as_expected)
     return True
 
 
@@ -288,7 +288,7 @@ def token_scores(
     tokens_per_product: int | None = None,
     foresee: Foresee | None = None,
     of_distribution: OfDistribution | None = None,
-    surprises: list[Tensor] | None = None,
+    mismatches: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)` of `targets`, each `[tokens]`, in float32 (float64 for float64 hidden states).
 
@@ -299,7 +299,7 @@ def token_scores(
     With `foresee`, gradients are computed tile by tile in the forward pass, and none of its work is repeated: for a
     loss that is a sum over tokens, their coefficients are known as soon as a tile is. The backward pass compares them
     with those it is given and computes anew where they differ, so that a wrong guess costs only time. That waits for the
-    device: with `surprises`, a bool scalar is appended there instead, True where they differ and the gradient is wrong.
+    device: with `mismatches`, a bool scalar is appended there instead, True where they differ and the gradient is wrong.
 
     With `of_distribution` its numbers stand in place of the log-probabilities, without a gradient.
     """
@@ -308,7 +308,7 @@ def token_scores(
         softcap=head.softcap,
         compute_dtype=compute_dtype or hidden.dtype,
         tiles=make_tiles(hidden.device.type, head.weight.shape[0], tokens_per_tile, tokens_per_product),
-        surprises=surprises,
+        mismatches=mismatches,
         vocabulary=head.vocabulary,
     )
     hidden = head.vocabulary.whole_input(hidden)
@@ -360,7 +360,7 @@ def score_tokens(
         compute_dtype=compute_dtype,
         of_distribution=of_distribution,
         foresee=_foresee(loss_of_tokens, scored) if loss_of_tokens is not None else None,
-        surprises=None if layout.scored is None or hidden.device.type == "cpu" else scored.surprises,
+        mismatches=None if layout.scored is None or hidden.device.type == "cpu" else scored.mismatches,
     )
 
     def spread(values: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
     environment                 Inversion                      the program, a task of this event loop
     init           begin()  ->  starts it                 ->   POST /v1/chat/completions {model, messages, tools}
-                   Asked    <-  its first request         <-
+                   ChatRequest   <-  its first request       <-
     step(action)   answer() ->  the response, as OpenAI's ->   runs tools, speaks for the user, scores
-                   Asked or Ended                         <-   asks again, or is over
+                   ChatRequest, of what was added, or Ended   <- asks again, or is over
 
 The server listens on loopback, one to an event loop, and tells trajectories from each other by `model`, which is random and
 known to the trajectory's program alone. How tokens are sampled is the trainer's: what a request says of that is not read.
@@ -18,11 +18,11 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from skyrl_train.rollout.agents.chat_wire import Answered, call_of, chat_completion, chat_events, read_chat
 from skyrl_train.rollout.agents.http_server import HttpAnswer, HttpRequest, HttpServer, RequestError
+from skyrl_train.rollout.agents.wires import ChatReply, ChatRequest, call_of, chat_completion, chat_events, read_chat
 from skyrl_train.types import ChatMessage
 
 T = TypeVar("T")
@@ -36,18 +36,8 @@ class ProgramError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The program waits for an answer."""
-
-    messages: list[ChatMessage]
-    """All messages of its first request; of a later one those that follow the last answer."""
-    tools: list[dict[str, Any]]
-    """Schemas of what the model may call."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ended(Generic[T]):
-    """The program is over."""
+    """The program is over, with what it returned."""
 
     value: T
 
@@ -69,7 +59,7 @@ class Inversion(Generic[T]):
         self._is_full = False
         self._trouble = ""
 
-    async def begin(self) -> Asked | Ended[T]:
+    async def begin(self) -> ChatRequest | Ended[T]:
         """Start the program. Returns its first request. Raises what it raises, or ProgramError."""
         conversations, base_url = await kept_open("chat", _serve)
         conversations[self._model] = self._take
@@ -77,7 +67,7 @@ class Inversion(Generic[T]):
         self._program.add_done_callback(lambda _: conversations.pop(self._model, None))
         return await self._next()
 
-    async def answer(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> Asked | Ended[T]:
+    async def answer(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> ChatRequest | Ended[T]:
         """Answer the request that waits, with `{"id": ..., "name": ..., "arguments": mapping or text}` for each call.
 
         Returns the next request, or the end. Raises what the program raises, and ProgramError where it asks something that
@@ -87,7 +77,7 @@ class Inversion(Generic[T]):
         self._conversation.append({**message, "tool_calls": [call_of(each) for each in calls]} if calls else message)
         return await self._resume(self._conversation[-1])
 
-    async def refuse(self) -> Asked | Ended[T]:
+    async def refuse(self) -> ChatRequest | Ended[T]:
         """Refuse the request that waits, and all that follow, because the context is full. Returns the end."""
         self._is_full = True
         return await self._resume(None)
@@ -99,7 +89,7 @@ class Inversion(Generic[T]):
             ended = asyncio.gather(self._program, return_exceptions=True)  # what it raises is nobody's concern any more
             await asyncio.wait({ended}, timeout=_CLOSES_WITHIN_S)
 
-    async def _resume(self, message: ChatMessage | None) -> Asked | Ended[T]:
+    async def _resume(self, message: ChatMessage | None) -> ChatRequest | Ended[T]:
         reply, self._reply = self._reply, None
         if reply is None or reply.done():
             raise ProgramError("the program does not wait for an answer")
@@ -107,7 +97,7 @@ class Inversion(Generic[T]):
         reply.set_result(message)
         return await self._next()
 
-    async def _next(self) -> Asked | Ended[T]:
+    async def _next(self) -> ChatRequest | Ended[T]:
         assert self._program is not None
         waited: set[asyncio.Future[Any]] = {self._program, self._arrival}
         await asyncio.wait(waited, timeout=NO_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -117,8 +107,8 @@ class Inversion(Generic[T]):
             return Ended(value=await self._program)
         return self._continued(await self._arrival)
 
-    def _continued(self, request: Mapping[str, Any]) -> Asked:
-        """Return what a request adds to the conversation."""
+    def _continued(self, request: Mapping[str, Any]) -> ChatRequest:
+        """Return a request with the messages that it adds to the conversation."""
         try:
             asked = read_chat(request)
         except RequestError as error:
@@ -137,7 +127,7 @@ class Inversion(Generic[T]):
             said = "an answer that the model did not give" if added else "no message"
             raise ProgramError(f"the history was rewritten, which cannot be trained on: it adds {said}")
         self._conversation, self._tools = messages, tools
-        return Asked(messages=added, tools=tools)
+        return replace(asked, messages=tuple(added))
 
     async def _take(self, request: Mapping[str, Any]) -> ChatMessage | None:
         """Return the answer to a request, once there is one; None where the context is full."""
@@ -190,7 +180,7 @@ async def _reply(request: HttpRequest, conversations: Mapping[str, Take]) -> Htt
     if message is None:
         raise RequestError("the context is full", code="context_length_exceeded")
     finish = "tool_calls" if message.get("tool_calls") else "stop"
-    answered = Answered(number=0, message=message, finish=finish)  # tokens are counted by the trainer
+    answered = ChatReply(number=0, message=message, finish=finish)  # tokens are counted by the trainer
     if body.get("stream"):
         events = chat_events(answered.number, body)
         return HttpAnswer(content_type="text/event-stream", body=next(events) + events.send(answered))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.errors import DataError, Violation
-from skyrl_train.rollout.boundary.session import describe
+from skyrl_train.rollout.boundary import describe
 from skyrl_train.system import install_command
 from skyrl_train.types import ChatMessage
 

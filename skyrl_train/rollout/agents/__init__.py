@@ -5,11 +5,11 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.rollout.agents import sandbox
-    from skyrl_train.rollout.agents.chat_wire import Answered, Asked
     from skyrl_train.rollout.agents.endpoint import Address, opened
     from skyrl_train.rollout.agents.launchers import Launcher
     from skyrl_train.rollout.agents.session import Origin, Session
+    from skyrl_train.rollout.agents.wires import ChatReply, ChatRequest
 
-__all__ = ["Address", "Answered", "Asked", "Launcher", "Origin", "Session", "opened", "sandbox"]
+__all__ = ["Address", "ChatReply", "ChatRequest", "Launcher", "Origin", "Session", "opened", "sandbox"]
 
 __getattr__ = lazily(__name__)

@@ -15,16 +15,13 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.rollout.agents.chat_wire import Answered, Asked, chat_completion, chat_events, read_chat
 from skyrl_train.rollout.agents.http_server import HttpAnswer, HttpRequest, HttpServer, RequestError
-from skyrl_train.rollout.agents.messages_wire import anthropic_events, anthropic_message, read_messages
-from skyrl_train.rollout.agents.responses_wire import read_response, response, response_events
-from skyrl_train.rollout.agents.session import Origin, Session
-from skyrl_train.rollout.agents.streaming import Events, Progress, begun
+from skyrl_train.rollout.agents.session import Origin, Progress, Session
+from skyrl_train.rollout.agents.wires import WIRES, ChatReply, Events
 from skyrl_train.system.files import parse_json
 
 LOOPBACK = "127.0.0.1"
@@ -32,29 +29,11 @@ MODEL = "policy"
 """The name that the endpoint gives its model."""
 _NO_KEY = "the key must be the session's: Authorization: Bearer KEY, or x-api-key: KEY, or in the address, /s/KEY/v1"
 _BYTES_OF_CHARACTER = 6  # the most in JSON: an escape
+COMMENT = ": the answer is on its way\n\n"
+"""Said in a stream between events, which keeps clients that wait for bytes from giving up."""
 _ROOM_BESIDE_TEXTS = 1 << 20
 """Bytes of a body, for all that is no text of a prompt."""
 _IN_PATH = re.compile(r"/s/([\w-]*)(/.*)?")
-
-
-@dataclass(frozen=True)
-class _Api:
-    """How one kind of request is read and answered."""
-
-    read: Callable[[Mapping[str, Any]], Asked]
-    whole: Callable[[Answered, Mapping[str, Any]], Mapping[str, Any]]
-    events: Callable[[Progress, Mapping[str, Any]], Events]
-
-
-_APIS: Mapping[str, _Api] = {
-    "/v1/chat/completions": _Api(read_chat, chat_completion, lambda begun, body: chat_events(begun.number, body)),
-    "/v1/responses": _Api(read_response, response, lambda begun, body: response_events(begun.number, body)),
-    "/v1/messages": _Api(
-        read_messages,
-        anthropic_message,
-        lambda begun, body: anthropic_events(begun.number, body, begun.prompt_tokens),
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,41 +76,43 @@ class _Endpoint:
 
     def _asked(self, path: str, headers: Mapping[str, str]) -> tuple[str, str, Session]:
         """Return the key, the path without it, and the session. Raises RequestError."""
-        in_path = _IN_PATH.fullmatch(path)
-        key, path = (in_path[1], in_path[2] or "/") if in_path else (_key_in(headers), path)
+        if in_path := _IN_PATH.fullmatch(path):
+            key, path = in_path[1], in_path[2] or "/"
+        else:
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            key = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         session = self.sessions.get(key)
         if session is None:
             raise RequestError(_NO_KEY, status=401, code="invalid_api_key")
         return key, path, session
 
     async def handle(self, request: HttpRequest) -> HttpAnswer:
-        """Raises RequestError."""
+        """Return the answer to a request of any of the sessions. Raises RequestError."""
         _, path, session = self._asked(request.path, request.headers)
         if path in ("/v1/models", f"/v1/models/{MODEL}"):
             _check_method(request.method, path, "GET")
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "skyrl_train"}
-            return HttpAnswer(body=json.dumps(model if path.endswith(MODEL) else _list_of(model)))
-        api = _APIS.get(path)
-        if api is None:
-            known = ", ".join(["/v1/models", *_APIS])
+            listed = {"object": "list", "data": [model]}
+            return HttpAnswer(body=json.dumps(model if path.endswith(MODEL) else listed))
+        wire = WIRES.get(path)
+        if wire is None:
+            known = ", ".join(["/v1/models", *WIRES])
             raise RequestError(f"there is nothing at this path; there are {known}", status=404)
         _check_method(request.method, path, "POST")
         body, digest = _body_of(request, path)
-        origin = Origin(
-            body=digest,
-            key=request.headers.get("idempotency-key", ""),
-            attempt=_attempt_of(request),
-        )
-        asked = api.read(body)
+        key, count = (request.headers.get(name, "") for name in ("idempotency-key", "x-stainless-retry-count"))
+        is_count = count.isascii() and count.isdigit() and len(count) < 10
+        origin = Origin(body=digest, key=key, attempt=int(count) if is_count else None)
+        asked = wire.read(body)
         if body.get("stream") is True:
-            events = await begun(
-                lambda progress: session.ask(asked, origin, body, progress),
-                lambda progress: api.events(progress, body),
-                session.deliver,
-            )
+            progress = Progress()
+            asking = asyncio.ensure_future(session.ask(asked, origin, body, progress))
+            await _begun(asking, progress)
+            wording = wire.events(progress.number, body, progress.prompt_tokens)
+            events = _events(asking, progress, wording, session.deliver)
             return HttpAnswer(pieces=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         answered = await session.ask(asked, origin, body)
-        return HttpAnswer(body=json.dumps(api.whole(answered, body)), on_sent=lambda: session.deliver(answered))
+        return HttpAnswer(body=json.dumps(wire.whole(answered, body)), on_sent=lambda: session.deliver(answered))
 
 
 _OPEN: dict[tuple[asyncio.AbstractEventLoop, str], _Endpoint] = {}
@@ -161,9 +142,41 @@ async def opened(session: Session, host: str = LOOPBACK) -> AsyncIterator[Addres
                 del _OPEN[place]
 
 
-def _key_in(headers: Mapping[str, str]) -> str:
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+async def _begun(asking: asyncio.Future[ChatReply], progress: Progress) -> None:
+    """Wait until there is something to tell of an answer, or nothing to tell for so long that something must be said. Raises
+    RequestError for what is refused before that."""
+    asking.add_done_callback(lambda _: progress.changed.set())
+    try:
+        await progress.change()
+        if asking.done():
+            await asking
+    except BaseException:
+        asking.cancel()
+        raise
+
+
+async def _events(
+    asking: asyncio.Future[ChatReply], progress: Progress, events: Events, deliver: Callable[[ChatReply], None]
+) -> AsyncGenerator[str, None]:
+    """Yield the events of an answer as they come. `deliver` is called when the end of the answer is taken."""
+    told = 0
+    try:
+        yield next(events)
+        while not asking.done():
+            if len(progress.text) > told:
+                piece, told = progress.text[told:], len(progress.text)
+                yield events.send(piece)
+            elif not await progress.change():
+                yield COMMENT
+        try:
+            answered = await asking
+        except RequestError as error:  # the status has been sent
+            yield f"event: error\ndata: {json.dumps({'type': 'error', 'error': error.body})}\n\n"
+            return
+        deliver(answered)
+        yield events.send(answered)
+    finally:
+        asking.cancel()
 
 
 def _check_method(given: str, path: str, method: str) -> None:
@@ -185,12 +198,3 @@ def _body_of(request: HttpRequest, path: str) -> tuple[Mapping[str, Any], bytes]
     if not isinstance(body.get("model", ""), str):
         raise RequestError("model: must be a text; any will do", param="model")
     return body, digest.digest()
-
-
-def _attempt_of(request: HttpRequest) -> int | None:
-    count = request.headers.get("x-stainless-retry-count", "")
-    return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else None
-
-
-def _list_of(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"object": "list", "data": [model]}

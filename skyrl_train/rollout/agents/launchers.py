@@ -35,6 +35,7 @@ VARIABLES = (
 """What a command finds in its environment."""
 NAME_PREFIX = "skyrl-train-"
 """What the name of a sandbox begins with; `remaining` must tell those that do."""
+_OWNER = ("--user", f"{os.getuid()}:{os.getgid()}")
 _WORDS = ("start", "enter", "cleanup", "remaining", "check")
 
 
@@ -106,71 +107,43 @@ class Launcher:
         yield from self._number_violations()
 
     def _number_violations(self) -> Iterator[Violation]:
+        def wrong(name: str, rule: str, remedy: str) -> Violation:
+            return Violation.of(f"{LAUNCHER_SETTING}.{name}", getattr(self, name), rule, remedy)
+
         for name in ("start_within_s", "cleanup_within_s", "wait_s"):
-            if not _is_number(value := getattr(self, name)) or not 0 < value < math.inf:
-                yield Violation.of(f"{LAUNCHER_SETTING}.{name}", value, "must be seconds above 0", f"write {name}: 60")
+            if not _is_positive(getattr(self, name)):
+                yield wrong(name, "must be seconds above 0", f"write {name}: 60")
         for name, least in (("most", 1), ("warm", 0)):
             value = getattr(self, name)
-            if value is None and name == "most":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                rule = f"must be a number from {least}"
-                yield Violation.of(f"{LAUNCHER_SETTING}.{name}", value, rule, f"write {name}: 8")
+            is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not is_whole and not (value is None and name == "most"):
+                yield wrong(name, f"must be a number from {least}", f"write {name}: 8")
                 return
         if self.most is not None and self.warm > self.most:
-            rule = f"cannot be above most={self.most}"
-            yield Violation.of(f"{LAUNCHER_SETTING}.warm", self.warm, rule, "start fewer ahead, or raise most")
+            yield wrong("warm", f"cannot be above most={self.most}", "start fewer ahead, or raise most")
         if self.warm and not self.start:
             rule = "is for launchers that start a sandbox before a command enters it"
-            yield Violation.of(f"{LAUNCHER_SETTING}.warm", self.warm, rule, "drop it, or give it start: [...]")
+            yield wrong("warm", rule, "drop it, or give it start: [...]")
         if not isinstance(self.host_inside, str) or not re.fullmatch(r"[\w.:-]*", self.host_inside):
             rule, remedy = "must be a name or an address, without a port", "write host_inside: host.docker.internal"
-            yield Violation.of(f"{LAUNCHER_SETTING}.host_inside", self.host_inside, rule, remedy)
+            yield wrong("host_inside", rule, remedy)
 
 
-def docker(
-    *,
-    image: str = "",
-    program: Sequence[str] = ("docker",),
-    network: str = "host",
-    memory_gb: float | None = None,
-    cpus: float | None = None,
-    pids: int | None = 1024,
-    options: Sequence[str] = (),
-    **sandboxes: Any,
-) -> Launcher:
+def docker(*, image: str = "", program: Sequence[str] = ("docker",), **containers: Any) -> Launcher:
     """Return the launcher of containers that `docker` runs. The user of the trainer owns what they write.
 
     Args:
         image: What they are started from; it needs `sleep`, which they are at until a command enters.
         program: The words that docker begins with: `[sudo, docker]`, `[docker, --context, there]`, `[nerdctl]`.
-        network: `host` reaches an endpoint on loopback; another one needs `host:` of the agent loop, or `host_inside`.
-        memory_gb: Of one container; None is not limited.
-        cpus: Of one container; None is not limited.
-        pids: Processes and threads of one container.
-        options: Further ones of `docker run`, after the launcher's own, which they overrule.
-        sandboxes: Fields of `Launcher`, such as most and warm.
+        containers: What `_containers` takes, and fields of `Launcher`, such as most and warm.
     """
     if not image:
         remedy = "write {_target_: docker, image: NAME}"
         raise ConfigError([Violation.of(f"{LAUNCHER_SETTING}.image", "none", "must be given to docker", remedy)])
-    words = [*program, "run", "--detach", "--rm", "--init", "--stop-timeout", "1", *_owner()]
-    words += _limits(network=network, memory_gb=memory_gb, cpus=cpus, pids=pids)
-    return _containers(words, program, image=[image], check=["image", "inspect", image], options=options, **sandboxes)
+    return _containers(program, [image], ["image", "inspect", image], _OWNER, **containers)
 
 
-def podman(
-    *,
-    image: str = "",
-    rootfs: str = "",
-    program: Sequence[str] = ("podman",),
-    network: str = "host",
-    memory_gb: float | None = None,
-    cpus: float | None = None,
-    pids: int | None = 1024,
-    options: Sequence[str] = (),
-    **sandboxes: Any,
-) -> Launcher:
+def podman(*, image: str = "", rootfs: str = "", program: Sequence[str] = ("podman",), **containers: Any) -> Launcher:
     """Return the launcher of containers that `podman` runs, with or without root; as `docker`, but for
 
     Args:
@@ -179,13 +152,62 @@ def podman(
     if bool(image) == bool(rootfs):
         rule, remedy = "needs one of image and rootfs", "write {_target_: podman, image: NAME}"
         raise ConfigError([Violation.of(LAUNCHER_SETTING, image or "none", rule, remedy)])
-    place = [image] if image else ["--rootfs", rootfs]
-    check = ["image", "inspect", image] if image else ["version"]
     # Without root, a user namespace has the files of a container belong to whoever started it.
-    owner = _owner() if os.geteuid() == 0 else ["--userns", "keep-id"]
-    words = [*program, "run", "--detach", "--rm", "--init", "--stop-timeout", "1", *owner]
-    words += _limits(network=network, memory_gb=memory_gb, cpus=cpus, pids=pids)
-    return _containers(words, program, image=place, check=check, options=options, **sandboxes)
+    owner = _OWNER if os.geteuid() == 0 else ("--userns", "keep-id")
+    place, check = ([image], ["image", "inspect", image]) if image else (["--rootfs", rootfs], ["version"])
+    return _containers(program, place, check, owner, **containers)
+
+
+def _containers(
+    program: Sequence[str],
+    place: Sequence[str],
+    check: Sequence[str],
+    owner: Sequence[str],
+    *,
+    network: str = "host",
+    memory_gb: float | None = None,
+    cpus: float | None = None,
+    pids: int | None = 1024,
+    options: Sequence[str] = (),
+    **sandboxes: Any,
+) -> Launcher:
+    """Return the launcher of containers that sleep until a command enters. Raises ConfigError.
+
+    Args:
+        network: `host` reaches an endpoint on loopback; another one needs `host:` of the agent loop, or `host_inside`.
+        memory_gb: Of one container; None is not limited.
+        cpus: Of one container; None is not limited.
+        pids: Processes and threads of one container.
+        options: Further ones of `docker run`, after the launcher's own, which they overrule.
+        sandboxes: Fields of `Launcher`.
+    """
+    found = [
+        Violation.of(f"{LAUNCHER_SETTING}.{name}", value, "must be a number above 0", f"write {name}: 4, or drop it")
+        for name, value in (("memory_gb", memory_gb), ("cpus", cpus), ("pids", pids))
+        if value is not None and not _is_positive(value)
+    ]
+    if found:
+        raise ConfigError(found)
+    start = [*program, "run", "--detach", "--rm", "--init", "--stop-timeout", "1", *owner, "--network", network]
+    start += ["--security-opt", "no-new-privileges", "--cap-drop", "ALL"]
+    if memory_gb is not None:
+        # As much with swap: what does not fit is ended, and does not slow down all others.
+        start += ["--memory", f"{int(memory_gb * 1e9)}b", "--memory-swap", f"{int(memory_gb * 1e9)}b"]
+    if cpus is not None:
+        start += ["--cpus", f"{cpus:g}"]
+    if pids is not None:
+        start += ["--pids-limit", str(pids)]
+    mark = "skyrl_train=sandbox"
+    start += ["--name", "{name}", "--label", mark, "--volume", "{folder}:{folder}", "--workdir", "{folder}", *options]
+    variables = [word for name in VARIABLES for word in ("--env", name)]  # the values are in the client's environment
+    return Launcher(
+        check=(*program, *check),
+        remaining=(*program, "ps", "--all", "--filter", f"label={mark}", "--format", "{{.Names}}"),
+        start=(*start, "--entrypoint", "sleep", *place, "infinity"),
+        enter=(*program, "exec", *variables, "--env", "HOME={folder}", "--workdir", "{folder}", "{name}"),
+        cleanup=(*program, "rm", "--force", "{name}"),
+        **{"loopback": network == "host", **_known(sandboxes)},
+    )
 
 
 def bubblewrap(
@@ -231,67 +253,6 @@ def _is_of_this_machine_alone(host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def _owner() -> list[str]:
-    return ["--user", f"{os.getuid()}:{os.getgid()}"]
-
-
-def _limits(*, network: str, memory_gb: float | None, cpus: float | None, pids: int | None) -> list[str]:
-    """Return options that docker and podman have in common. Raises ConfigError."""
-    limits = {"memory_gb": memory_gb, "cpus": cpus, "pids": pids}
-    found = [
-        Violation.of(f"{LAUNCHER_SETTING}.{name}", value, "must be a number above 0", f"write {name}: 4, or drop it")
-        for name, value in limits.items()
-        if value is not None and not (_is_number(value) and 0 < value < math.inf)
-    ]
-    if found:
-        raise ConfigError(found)
-    words = ["--network", network, "--security-opt", "no-new-privileges", "--cap-drop", "ALL"]
-    if memory_gb is not None:
-        # As much with swap: what does not fit is ended, and does not slow down all others.
-        words += ["--memory", f"{int(memory_gb * 1e9)}b", "--memory-swap", f"{int(memory_gb * 1e9)}b"]
-    if cpus is not None:
-        words += ["--cpus", f"{cpus:g}"]
-    if pids is not None:
-        words += ["--pids-limit", str(pids)]
-    return words
-
-
-def _containers(
-    run: Sequence[str],
-    program: Sequence[str],
-    *,
-    image: Sequence[str],
-    check: Sequence[str],
-    options: Sequence[str],
-    **sandboxes: Any,
-) -> Launcher:
-    """Return the launcher of containers that sleep until a command enters."""
-    mark = "skyrl_train=sandbox"
-    folder = ["--volume", "{folder}:{folder}", "--workdir", "{folder}"]
-    network = run[run.index("--network") + 1]
-    variables = [word for name in VARIABLES for word in ("--env", name)]  # the values are in the client's environment
-    return Launcher(
-        check=(*program, *check),
-        remaining=(*program, "ps", "--all", "--filter", f"label={mark}", "--format", "{{.Names}}"),
-        start=(
-            *run,
-            "--name",
-            "{name}",
-            "--label",
-            mark,
-            *folder,
-            *options,
-            "--entrypoint",
-            "sleep",
-            *image,
-            "infinity",
-        ),
-        enter=(*program, "exec", *variables, "--env", "HOME={folder}", "--workdir", "{folder}", "{name}"),
-        cleanup=(*program, "rm", "--force", "{name}"),
-        **{"loopback": network == "host", **_known(sandboxes)},
-    )
-
-
 def _known(sandboxes: dict[str, Any], *, also: Sequence[str] = ()) -> dict[str, Any]:
     """Return the arguments. Raises ConfigError for what is no field of a launcher, or is not the user's to state."""
     of_template = {*_WORDS, "inherits"} - set(also)
@@ -306,5 +267,5 @@ def _known(sandboxes: dict[str, Any], *, also: Sequence[str] = ()) -> dict[str, 
     return sandboxes
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

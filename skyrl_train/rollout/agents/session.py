@@ -25,28 +25,112 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from skyrl_train.errors import DeadlineError, EngineError, counted
+from skyrl_train.errors import counted
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.agent_loop import Episode
-from skyrl_train.rollout.agents.chat_wire import Answered, Asked, refused
+from skyrl_train.rollout.agent_loop import Episode, ask_engine, calls_in, turn_of
 from skyrl_train.rollout.agents.http_server import RequestError
-from skyrl_train.rollout.agents.streaming import Progress
-from skyrl_train.rollout.agents.turn_tree import Kept, Sampled, tree_of
-from skyrl_train.rollout.agents.unsupported import tell_once, unsupported
-from skyrl_train.rollout.boundary.session import Broken, describe
-from skyrl_train.rollout.plain_data import plain
-from skyrl_train.rollout.token_stream import listening
+from skyrl_train.rollout.agents.wires import ChatReply, ChatRequest, refused, tell_once, unsupported
+from skyrl_train.rollout.boundary import EnvironmentFailed, plain
+from skyrl_train.rollout.checked_engine import listening
 from skyrl_train.rollout.tools.formats import call_messages, recorded_calls, text_before_calls
 from skyrl_train.system import WorkerThread, derive_seed
 from skyrl_train.types import (
     ChatMessage,
-    FailureKind,
     GenerationOutput,
     GenerationRequest,
     Outcome,
     StopReason,
     TokenIds,
+    Turn,
+    find_parent,
 )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sampled:
+    """One answer and what it answers."""
+
+    messages: tuple[ChatMessage, ...]
+    prompt: TokenIds
+    output: GenerationOutput
+    text: str
+    """Of the whole response, without special tokens."""
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """That were read in it, as its message has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRecord:
+    """What became of a session."""
+
+    turns: tuple[Turn, ...]
+    first_messages: tuple[ChatMessage, ...]
+    """Of the first turn's prompt."""
+    metrics: Mapping[str, float]
+
+
+def tree_of(sampled: Sequence[Sampled]) -> SessionRecord:
+    """Return the turns, each below the one whose prompt and response its prompt begins with, token by token.
+
+    Of two branches the one that was asked last comes last, so that the last turn is the one that was asked last. Counted are
+    `turns`; `roots`; `unmatched`, roots with answers of the model, beside the first; and `rewritten`, others that add some:
+    answers that were not given here, or are not as they were.
+    """
+    turns: list[Turn] = []
+    children: list[list[int]] = []
+    num_new_answers: list[int] = []
+    for each in sampled:
+        parent, added = find_parent(turns, each.prompt)
+        # without a reward, until there is one
+        turns.append(turn_of(each.output, each.text, parent, added, reward=0.0, tool_calls=each.calls))
+        children.append([])
+        known = 0 if parent is None else _num_answers(sampled[parent]) + 1
+        num_new_answers.append(_num_answers(each) - known)
+        if parent is not None:
+            children[parent].append(len(turns) - 1)
+    order = _depth_first([turn.parent for turn in turns], children)
+    places: dict[int | None, int | None] = {None: None, **{index: place for place, index in enumerate(order)}}
+    is_root = [turn.parent is None for turn in turns]
+    ordered = []
+    for index in order:
+        # what the first turn below one adds to it
+        below = [sampled[child].messages[len(sampled[index].messages) + 1 :] for child in children[index][:1]]
+        observations = below[0] if below else ()
+        ordered.append(replace(turns[index], parent=places[turns[index].parent], observations=observations))
+    return SessionRecord(
+        turns=tuple(ordered),
+        first_messages=sampled[order[0]].messages if order else (),
+        metrics={
+            "turns": len(turns),
+            "roots": sum(is_root),
+            "unmatched": sum(root and new > 0 for root, new in zip(is_root[1:], num_new_answers[1:])),
+            "rewritten": sum(not root and new > 0 for root, new in zip(is_root, num_new_answers)),
+        },
+    )
+
+
+def _depth_first(parents: Sequence[int | None], children: Sequence[Sequence[int]]) -> list[int]:
+    """Return the indices, each before those below it, and of two branches the one with the newest turn last."""
+    newest = list(range(len(parents)))
+    for index in reversed(range(len(parents))):
+        parent = parents[index]
+        if parent is not None:
+            newest[parent] = max(newest[parent], newest[index])
+
+    def newest_first(indices: Sequence[int]) -> list[int]:
+        return sorted(indices, key=lambda index: -newest[index])
+
+    order: list[int] = []
+    stack = newest_first([index for index, parent in enumerate(parents) if parent is None])
+    while stack:
+        order.append(stack.pop())
+        stack += newest_first(children[order[-1]])
+    return order
+
+
+def _num_answers(sampled: Sampled) -> int:
+    return sum(message["role"] == "assistant" for message in sampled.messages)
+
 
 DECLARED_METRICS = """
 env/agent/<name> | count | What an agent's program did in a trajectory: requests it repeated, cancelled or never read,
@@ -59,6 +143,9 @@ _REJOIN_WITHIN_S = 5.0
 """After whoever asked has hung up: an SDK that gave up asks again by then, and gets the same answer."""
 _TELLS_EVERY_S = 0.05
 """Of an answer that is streamed: how often its text is looked at."""
+SAYS_SOMETHING_WITHIN_S = 10.0
+"""Of a stream: after a request, or the last thing that was said. A request that is refused before has a status that says
+so."""
 _LONG_CHARACTERS = 1 << 16
 _LANES = WorkerThread("agents-prompts"), WorkerThread("agents-long-prompts")
 """Prompts become tokens beside the event loop; short ones do not wait for the long ones of other sessions."""
@@ -78,18 +165,44 @@ class Origin:
     """How often it was sent before, where the SDK says so (`x-stainless-retry-count`)."""
 
 
+class Progress:
+    """What is known of an answer before it is there."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the answer within its session."""
+        self.prompt_tokens = 0
+        self.text = ""
+        """Its beginning, as far as nothing that comes can change it."""
+        self.changed = asyncio.Event()
+
+    def tell(self, text: str) -> None:
+        """Have more of the text. What was told before stays."""
+        if text.startswith(self.text) and text != self.text:
+            self.text = text
+            self.changed.set()
+
+    async def change(self) -> bool:
+        """Wait until there is something new, or for long enough that something must be said; whether there is."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), SAYS_SOMETHING_WITHIN_S)
+        is_changed = self.changed.is_set()
+        self.changed.clear()
+        return is_changed
+
+
 @dataclass(eq=False)
 class _Completion:
     """One answer, on its way or given."""
 
-    asked: Asked
+    asked: ChatRequest
     origin: Origin
     number: int
     progress: Progress | None = None
     """What whoever asked first is told before the end."""
     heard: list[int] = field(default_factory=list)
     """Tokens of an answer that is on its way, where there is a `progress`."""
-    task: asyncio.Task[Answered] | None = None
+    task: asyncio.Task[ChatReply] | None = None
     num_waiting: int = 0
     is_delivered: bool = False
     draw: str = ""
@@ -120,11 +233,11 @@ class Session:
         self.refused: Outcome | None = None
         """Why the last request was refused, if it was for a limit of the trajectory."""
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        """What the engine broke over, once it has: Broken, or what ends a run."""
+        """What the engine broke over, once it has: EnvironmentFailed, or what ends a run."""
 
     async def ask(
-        self, asked: Asked, origin: Origin, body: Mapping[str, Any] = _NOTHING, progress: Progress | None = None
-    ) -> Answered:
+        self, asked: ChatRequest, origin: Origin, body: Mapping[str, Any] = _NOTHING, progress: Progress | None = None
+    ) -> ChatReply:
         """Return the answer to a request, the one that was given before where it is the same request again. What its `body`
         asks for and does not get is counted, or refused. `progress` is told of the answer as it comes, where the engine says
         what it samples.
@@ -148,14 +261,14 @@ class Session:
             if completion.task.cancelled():
                 raise RequestError("the trajectory is over", status=409, code="session_closed") from None
             raise
-        except Broken as broken:
+        except EnvironmentFailed as broken:
             raise RequestError("the engine failed, and with it the trajectory", status=500) from broken
         finally:
             completion.num_waiting -= 1
             if not completion.num_waiting and not completion.task.done():
                 asyncio.get_running_loop().call_later(_REJOIN_WITHIN_S, self._give_up, completion)
 
-    def deliver(self, answered: Answered) -> None:
+    def deliver(self, answered: ChatReply) -> None:
         """The program has an answer: it is a turn of the trajectory from now on."""
         for completion in self._completions:
             if completion.number == answered.number:
@@ -174,7 +287,7 @@ class Session:
             if completion.task is not None:
                 completion.task.cancel()
 
-    def kept(self) -> Kept:
+    def kept(self) -> SessionRecord:
         """Return what was delivered as a tree of turns, and what was counted."""
         answered = [each for each in self._completions if each.sampled is not None]
         kept = tree_of([each.sampled for each in answered if each.is_delivered and each.sampled is not None])
@@ -206,7 +319,7 @@ class Session:
             self._ignored[name] += 1
         tell_once(found)
 
-    def _begin(self, asked: Asked, origin: Origin, progress: Progress | None) -> _Completion:
+    def _begin(self, asked: ChatRequest, origin: Origin, progress: Progress | None) -> _Completion:
         if self._is_closed:
             raise RequestError("the trajectory is over", status=409, code="session_closed")
         try:
@@ -246,7 +359,7 @@ class Session:
             self._completions.remove(completion)
             self._seeds.discard(completion.draw)
 
-    async def _complete(self, completion: _Completion) -> Answered:
+    async def _complete(self, completion: _Completion) -> ChatReply:
         async with self._in_order:
             lane = _LANES[_characters_in(completion.asked.messages) > _LONG_CHARACTERS]
             prompt = await asyncio.wrap_future(lane.submit(self._prompt, completion.asked))
@@ -261,7 +374,7 @@ class Session:
         self._known[_digests(asked.tools, [*asked.messages, message])[-1]] = completion.sampled
         self.refused = None
         finish = "length" if output.stop_reason is StopReason.LENGTH else "stop"
-        return Answered(
+        return ChatReply(
             number=completion.number,
             message=message,
             finish="tool_calls" if message.get("tool_calls") else finish,
@@ -269,7 +382,7 @@ class Session:
             completion_tokens=len(output.token_ids),
         )
 
-    def _prompt(self, asked: Asked) -> TokenIds:
+    def _prompt(self, asked: ChatRequest) -> TokenIds:
         """Return the tokens of what is asked. Raises RequestError where there is no room, or the template refuses."""
         digests = _digests(asked.tools, asked.messages)
         try:
@@ -286,7 +399,7 @@ class Session:
                     break
             else:
                 prompt = self._chat.first_prompt(asked.messages, asked.tools)
-        except Broken as broken:
+        except EnvironmentFailed as broken:
             raise refused("messages", broken.message) from broken
         if len(prompt) >= self._limits.max_context_length:
             raise self._no_room(counted(len(prompt), "token"))
@@ -326,24 +439,14 @@ class Session:
             ),
             seed=seed,
         )
-        timeout_s = self._limits.request_timeout_s
         loop = asyncio.get_running_loop()
 
         def hear(token_ids: Sequence[int]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
                 loop.call_soon_threadsafe(self._hear, completion, token_ids)
 
-        try:
-            with listening(hear if completion.progress is not None else None):
-                return await asyncio.wait_for(self._engine.generate(request), timeout_s)
-        except EngineError as error:
-            broken = Broken(FailureKind.ENGINE_ERROR, describe(error))
-        except DeadlineError as error:
-            broken = Broken(FailureKind.ENGINE_TIMEOUT, describe(error))
-        except asyncio.TimeoutError:
-            message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
-            broken = Broken(FailureKind.ENGINE_TIMEOUT, message)
-        raise broken
+        with listening(hear if completion.progress is not None else None):
+            return await ask_engine(self._engine, request, self._limits.request_timeout_s)
 
     def _hear(self, completion: _Completion, token_ids: Sequence[int]) -> None:
         """Tokens were sampled: their text is told soon, with that of those which come until then."""
@@ -367,32 +470,24 @@ class Session:
         text = self._chat.text(completion.heard).rstrip("\ufffd")
         for stop in asked.stop:
             text = text.partition(stop)[0]
-        held = max((_overlap(text, stop) for stop in asked.stop), default=0)
+        beginnings = (stop[:size] for stop in asked.stop for size in range(1, len(stop) + 1))
+        held = max((len(each) for each in beginnings if text.endswith(each)), default=0)
         return text[: len(text) - held]
 
     def _message(self, completion: _Completion, output: GenerationOutput, text: str) -> ChatMessage:
         """Return the answer as a message: what it says before its calls, and these; or all of it, where one of them cannot
         be read. Stop strings that the request asked for, and what follows, are left out, as servers do."""
         asked = completion.asked
-        if asked.tools and self._parse_calls is not None:
-            whole = self._chat.text_with_calls(output.token_ids)
-            try:
-                calls = self._parse_calls(whole, asked.tools)
-            except Exception:  # of any kind: parsers are code of others, or recurse as deep as the model nests
-                calls, self._counts["unreadable_calls"] = (), self._counts["unreadable_calls"] + 1
-            if any(call.error for call in calls):
-                self._counts["unreadable_calls"] += 1
-            elif calls:
-                said = call_messages(calls, turn_index=completion.number)
-                return {"role": "assistant", "content": text_before_calls(whole), "tool_calls": said}
+        calls = calls_in(output, self._chat, self._parse_calls, asked.tools)
+        if any(call.error for call in calls):
+            self._counts["unreadable_calls"] += 1
+        elif calls:
+            said = call_messages(calls, turn_index=completion.number)
+            before = text_before_calls(self._chat.text_with_calls(output.token_ids))
+            return {"role": "assistant", "content": before, "tool_calls": said}
         for stop in asked.stop:
             text = text.partition(stop)[0]
         return {"role": "assistant", "content": text}
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a stop string."""
-    return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _digests(tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]) -> list[bytes]:

@@ -1,161 +1,63 @@
-"""What passes between a trajectory and its environment, and the one place where it is checked.
+"""One environment for one trajectory: its calls in their order, and how it comes back to where it was.
 
-    trajectory                                         thread or worker process
-    EnvironmentSession -- request (plain data) ------> HostedEnvironment -> the environment's own method
-                       <-- answer (plain data) -------
+Two things take an environment from its trajectory: another one that ends the worker process which they share, and the end of
+the run, after which the trajectory is played again from its first turn and the journal (`journal.py`) has the answers of the
+run before. As long as it has, no environment is even made. Then one is, as before, and brought to where it was:
 
-Plain data is what JSON holds: None, booleans, numbers, texts, lists and mappings of texts. The hosting side checks what the
-environment returned and makes it plain, within the deadline of the call; the trajectory's side checks it once more with the
-same functions, since what a worker process sends need not come from ours.
+    state    after the end of a run: it has `get_state` and `set_state`, and is given the state beside its last answer
+    replay   it is given the same calls, and must answer as it did; a run goes on so where it says `deterministic = True`
+
+An environment that lost its worker has no other way than replay; one that then answers otherwise (it is random, or keeps
+state elsewhere) fails. What restarts is asked from its first turn on, too; the engine's answers are those of the journal as
+long as the prompts are the same. `environment.tools` have no state that is known: with them there is no first way.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.registry import PartSpec, error_text, own_line
-from skyrl_train.rollout.plain_data import MAX_METRIC_NAME, number_in, numbers_only, plain, scalar
-from skyrl_train.rollout.tools.toolbox import Schema, is_content
-from skyrl_train.rollout.tools.variables import told_missing
-from skyrl_train.system.files import is_text, shown
-from skyrl_train.telemetry.logs import redact_text
-from skyrl_train.types import ChatMessage, Failure, FailureKind
+from skyrl_train.registry import PartSpec
+from skyrl_train.rollout.boundary import (
+    EnvironmentFailed,
+    EnvironmentLost,
+    Environments,
+    Request,
+    StepResult,
+    ToolResult,
+    check_opening,
+    check_schemas,
+    check_step,
+    check_tool_results,
+    environment_error,
+    numbers_only,
+    plain_state,
+    read_answer,
+)
+from skyrl_train.rollout.journal import Call, Journal
+from skyrl_train.rollout.tools.toolbox import Schema
+from skyrl_train.types import ChatMessage, FailureKind
 
 T = TypeVar("T")
-Answer = dict[str, Any]
-"""`{"value": ...}`, with `resume` if the request `keeps` (`journaled.py`), or `{"failure": FailureKind, "message": ...}`."""
-Request = Mapping[str, Any]
-"""`{"call": ..., ...}` with the arguments of the call, which `HostedEnvironment` names; that of a reward function needs no
-environment: `{"call": "score", "spec": ..., "prompt": ..., "samples": [...], "num_values": ...}`."""
-AroundCalls = Callable[[], AbstractContextManager[object]]
-"""What counts who waits for an environment's answer, for one; entered for each call."""
-
-CHECK_ROWS = "check_rows"
-"""The call that asks the class of an environment, rather than one of them, what is wrong with data rows."""
-MAX_WORKERS = 1024
-"""Threads, or worker processes, at most where the configuration does not say how many."""
-MAX_REWARD = 1e12
-"""Rewards become float32: squared errors of values, and norms of gradients, overflow from about 1e16 on."""
-MAX_CHARACTERS = 4 << 20
-"""Text of the messages of one answer: several times what fits any model's context."""
-OF_REWARDS = {
-    FailureKind.ENVIRONMENT_ERROR: FailureKind.REWARD_ERROR,
-    FailureKind.ENVIRONMENT_TIMEOUT: FailureKind.REWARD_TIMEOUT,
-}
-"""What a host says of a call of a reward function, in its own terms."""
-_OF_ENVIRONMENTS = (
-    FailureKind.ENVIRONMENT_ERROR,
-    FailureKind.ENVIRONMENT_TIMEOUT,
-    FailureKind.INVALID_REWARD,
-    FailureKind.INVALID_OBSERVATION,
-)
+_ENDS = "get_metrics"
+"""The last call before the environment is closed."""
+_CHANGING = ("init", "step", "cut", "tools")
+"""Calls after which the journal keeps how the environment may be brought back."""
+_ARGUMENTS = ("call", "messages", "action", "calls")
+"""What tells calls of one trajectory from one another: the row is the same."""
 
 
-class Broken(Exception):
-    """A guarded call (environment or engine) broke one trajectory. Raised at the boundary, caught by the agent loop.
-
-    Whatever else is raised in the loop is a programming error and propagates.
-    """
-
-    def __init__(self, kind: FailureKind, message: str):
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
-
-    def to_failure(self, turn_index: int) -> Failure:
-        return Failure(kind=self.kind, message=redact_text(self.message), turn_index=turn_index)
-
-
-def describe(error: BaseException) -> str:
-    """Describe an error as `ValueError: unknown city 'Oz' at my_env.py:12 in Travel.step: raise ValueError(...)`, in one
-    line of at most 500 characters: the line is that of the user's own code, where the error is from there; then which of the
-    trainer's variables were asked for and not given."""
-    where = ("" if isinstance(error, SkyrlTrainError) else own_line(error)) + told_missing()
-    return _one_line(f"{_one_line(error_text(error), 500 - len(where))}{where}")
-
-
-def _one_line(text: str, most: int = 500) -> str:
-    line = text.encode("utf-8", "replace").decode()
-    return line if len(line) <= most else line[: max(most - 3, 0)] + "..."
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """An environment's answer to one response, checked."""
-
-    observations: list[ChatMessage]
-    reward: float
-    """Finite, at most `MAX_REWARD` in size."""
-    done: bool
-    """Whether the trajectory has ended, cut short or not."""
-    truncated: bool = False
-    """Whether it was cut short, as by a limit on steps. Nothing is estimated for what would have followed."""
-    components: dict[str, float] = field(default_factory=dict)
-    """What the reward is the sum of, by name, where the environment says so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolSettings:
-    """What an environment's host is told of `environment.tools`."""
-
-    specs: Sequence[PartSpec] = ()
-    max_result_chars: int = 4000
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolResult:
-    """What a tool answered to one call, a text or parts with images among them, or why it did not."""
-
-    content: str | list[dict[str, Any]]
-    failed: bool
-
-
-def late(what: str, timeout_s: float, where: str = "") -> Broken:
-    """Return the error of a call that exceeded its deadline, as `; it was at FILE` in `where` may say."""
-    return Broken(FailureKind.ENVIRONMENT_TIMEOUT, f"{what} did not answer within {timeout_s:g} s{where}")
-
-
-class EnvironmentHandle(Protocol):
-    """One environment, wherever it lives."""
-
-    async def ask(self, request: Request) -> object:
-        """Return the answer of its `HostedEnvironment`. Raises Broken where none came: the call exceeded its deadline, or
-        ended its process. No further call is made then, `close` included."""
-        ...
-
-    def release(self) -> None:
-        """Forget the environment, which was closed or has failed."""
-        ...
-
-
-class Environments(Protocol):
-    """Where environments run. Used from one event loop."""
-
-    given_up: str
-    """What becomes of whatever ran a call that hung, for a message."""
-    num_given_up: int
-    """Calls that exceeded their deadline so far."""
-    num_close_failures: int
-    """Environments whose `close` raised or hung so far, which loses nothing of the trajectory."""
-
-    def host(self, name: str) -> EnvironmentHandle:
-        """Return the place of one environment; nothing of it runs yet. `name` is for messages."""
-        ...
-
-    async def aclose(self) -> None:
-        """End the idle threads, or the processes."""
-        ...
-
-
-_NO_TOOLS = ToolSettings()
+class Restarted(Exception):
+    """The environment of a trajectory cannot be brought to where it was. The trajectory is to be run once more: the journal
+    has no calls of it any longer."""
 
 
 class EnvironmentSession:
-    """One environment for one trajectory. Each method raises Broken where the environment breaks, and only then."""
+    """One environment for one trajectory. Each method raises EnvironmentFailed where the environment breaks, and Restarted
+    where it cannot go on from a journal; nothing else."""
 
     def __init__(
         self,
@@ -163,22 +65,37 @@ class EnvironmentSession:
         spec: PartSpec,
         extras: Mapping[str, Any],
         name: str,
-        tools: ToolSettings = _NO_TOOLS,
-        wrap: Callable[[EnvironmentHandle], EnvironmentHandle] = lambda handle: handle,
+        *,
+        tools: Sequence[PartSpec] = (),
+        max_result_chars: int = 4000,
+        journal: Journal | None = None,
+        trajectory: str = "",
     ) -> None:
-        """`spec` and `extras`: as `make_environment`; `name` is for messages; `wrap` gives what stands before it."""
+        """`spec` and `extras`: as `make_environment`; `name` is for messages; `tools` and `max_result_chars` as in
+        `environment.tools` and `max_tool_result_chars`. What it answers is written to `journal`, or
+        taken from there, under the name `trajectory`."""
         self.own_tools: list[Schema] = []
         """The environment's own tools, once it has started."""
         self.plays_itself = False
         """Whether it runs its tools by itself and scores whole episodes, once it has started."""
-        self._tools = tools
+        self._tools, self._max_result_chars = list(tools), max_result_chars
         self._environments = environments
-        self._handle = wrap(environments.host(name))
+        self._handle = environments.host(name)
         self._spec, self._extras, self._name = spec, extras, name
         self._usable = False
         """Asked for, and no call without an answer since."""
         self._components: dict[str, float] = {}
         """Sums over the steps so far."""
+        self._journal, self._trajectory = journal, trajectory
+        self._known: tuple[Call, ...] = () if journal is None else journal.calls(trajectory)
+        """What it answered in a run before."""
+        if journal is not None and self._known and self._way() == "":
+            had_response = len(self._known) > 2  # its construction and the first messages
+            journal.restart(trajectory, "no_state" if had_response else "")
+            self._known = ()
+        self._is_live = not self._known
+        self._calls: list[tuple[Request, str]] = []
+        """What brings the environment to where it is: calls, and a digest of each answer; empty where any answer will do."""
 
     async def start(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """Constructs and initialises. Returns the first messages for the model."""
@@ -186,8 +103,8 @@ class EnvironmentSession:
             "call": "construction",
             "spec": self._spec,
             "extras": self._extras,
-            "tools": list(self._tools.specs),
-            "max_result_chars": self._tools.max_result_chars,
+            "tools": self._tools,
+            "max_result_chars": self._max_result_chars,
         }
         self.own_tools = await self._ask(construction, check_schemas)
         first, tools = await self._ask({"call": "init", "messages": messages}, check_opening)
@@ -215,191 +132,126 @@ class EnvironmentSession:
         """Return the result of each call `{"name": ..., "arguments": {...}}`."""
         results = await self._ask({"call": "tools", "calls": list(calls)}, check_tool_results)
         if len(results) != len(calls):
-            message = f"{self._name}.tools: {len(results)} results of {len(calls)} calls"
-            raise Broken(FailureKind.ENVIRONMENT_ERROR, message)
+            raise environment_error(f"{self._name}.tools: {len(results)} results of {len(calls)} calls")
         return results
 
     async def metrics(self) -> dict[str, float]:
         """Return the environment's own finite numbers, and the components of its rewards summed over the steps; everything
         else in `get_metrics` is left out."""
-        own = await self._ask({"call": "get_metrics"}, lambda value, **_: numbers_only(value))
+        own = await self._ask({"call": _ENDS}, lambda value, **_: numbers_only(value))
         return {**own, **self._components}
 
     async def close(self) -> None:
         """Close the environment: always attempted; never raises. After a call that hung there is nothing to close: its
         process has ended, or the thread that was given up closes it."""
-        if self._usable:
+        if self._usable and self._is_live:
             try:
-                await self._ask({"call": "close"}, lambda *_, **__: None)
-            except Broken:
+                read_answer(await self._handle.ask({"call": "close"}), source=f"{self._name}.close")
+            except EnvironmentLost:
+                pass  # with its worker
+            except EnvironmentFailed:
                 # The rewards are in: a failing clean-up loses nothing of the trajectory, so it is counted, not raised.
                 self._environments.num_close_failures += 1
-            self._usable = False
+        self._usable = False
         self._handle.release()
 
     async def _ask(self, request: Request, check: Callable[..., T]) -> T:
         source = f"{self._name}.{request['call']}"
         self._usable = False
-        answer = await self._handle.ask(request)
+        answer = await self._answer(request)
         self._usable = True
         return check(read_answer(answer, source=source), source=source)
 
+    async def _answer(self, request: Request) -> object:
+        """Return what the journal has in answer to a call, else what the environment answers, which is made again where
+        another one took its worker with it."""
+        call = request["call"]
+        of = "" if self._journal is None else _digest({name: request[name] for name in _ARGUMENTS if name in request})
+        if len(self._calls) < len(self._known) and not self._is_live:
+            known = self._known[len(self._calls)]
+            if known.of != of:
+                raise self._restarted("asked_otherwise")
+            self._calls.append((request, _digest({"value": known.value})))
+            return {"value": known.value}
+        if not self._is_live:
+            await self._resume()
+        asked = request if self._journal is None or call not in _CHANGING else {**request, "keeps": True}
+        while True:
+            try:
+                answer = await self._handle.ask(asked)
+                break
+            except EnvironmentLost:
+                if differs := await self._repeat():
+                    reason = f"another environment ended the worker that {self._name} shared with it; made again, it"
+                    raise environment_error(f"{reason} answered otherwise at {differs}") from None
+        if not isinstance(answer, dict) or "value" not in answer:
+            return answer
+        resume = None if self._journal is None else answer.pop("resume", None)
+        if self._environments.may_lose_environments and call != _ENDS:  # which only asks
+            self._calls.append((request, _digest(answer)))
+        if self._journal is not None:
+            try:
+                kept = Call(of=of, value=answer["value"], resume=_checked(resume))
+            except ValueError as error:
+                return {"failure": FailureKind.ENVIRONMENT_ERROR.value, "message": f"{call} and get_state: {error}"}
+            self._journal.keep_call(self._trajectory, kept)
+        return answer
 
-def read_answer(answer: object, *, source: str) -> Any:
-    """Return the value in a host's answer. Raises the Broken that it tells of, or one that says that it is no answer."""
-    if isinstance(answer, dict) and set(answer) == {"value"}:
-        return answer["value"]
-    if isinstance(answer, dict) and set(answer) == {"failure", "message"}:
-        kind = next((each for each in _OF_ENVIRONMENTS if each.value == answer["failure"]), None)
-        if kind is not None and isinstance(answer["message"], str):
-            raise Broken(kind, _one_line(answer["message"]))
-    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source}: its worker sent {shown(answer)}, which is no answer")
+    async def _repeat(self) -> str:
+        """Make the environment again and give it the calls so far. Return the one that it answers otherwise, when it is
+        closed; empty where it is where it was."""
+        while True:
+            try:
+                for index, (request, digest) in enumerate(self._calls):
+                    answer = await self._handle.ask(request)
+                    now = _digest(answer)
+                    if not isinstance(answer, dict) or "value" not in answer or (digest or now) != now:
+                        with suppress(EnvironmentFailed, EnvironmentLost):
+                            await self._handle.ask({"call": "close"})
+                        return str(request["call"])
+                    self._calls[index] = (request, now)
+                return ""
+            except EnvironmentLost:  # once more, to another that failed
+                continue
 
-
-def check_first_messages(value: object, *, source: str) -> list[ChatMessage]:
-    """Return the first messages in what `init` returned, or raise Broken saying what is wrong with it."""
-    if not isinstance(value, tuple) or len(value) != 2:
-        kind = type(value).__name__
-        message = f"{source} returned {kind}; must be (messages, information)"
-        raise Broken(FailureKind.ENVIRONMENT_ERROR, message)
-    return check_some_messages(value[0], source=source)
-
-
-def check_opening(value: object, *, source: str) -> tuple[list[ChatMessage], list[Schema] | None]:
-    """Return the first messages, and the tools of an environment that plays by itself, or raise Broken."""
-    if not isinstance(value, Mapping):
-        return check_some_messages(value, source=source), None
-    return check_some_messages(value.get("messages"), source=source), check_schemas(value.get("tools"), source=source)
-
-
-def check_some_messages(value: object, *, source: str) -> list[ChatMessage]:
-    """Return at least one chat message, or raise Broken (invalid_observation)."""
-    first = check_messages(value, source=source)
-    if not first:
-        raise Broken(FailureKind.INVALID_OBSERVATION, f"{source} returned no message")
-    return first
-
-
-def check_messages(value: object, *, source: str) -> list[ChatMessage]:
-    """Return a list of chat messages of plain data, or raise Broken (invalid_observation) saying what is wrong with it."""
-    if not isinstance(value, (list, tuple)):
-        raise Broken(FailureKind.INVALID_OBSERVATION, f"{source} returned {type(value).__name__}; must be a list")
-    messages: list[ChatMessage] = []
-    num_characters = 0
-    for index, message in enumerate(value):
-        where = f"message {index}"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            rule = f"{where} is {shown(message)}; must have 'role' and 'content'"
-            raise Broken(FailureKind.INVALID_OBSERVATION, f"{source}: {rule}")
-        content = message["content"]
-        if content is not None and not isinstance(content, (str, list)):
-            rule = f"the content of {where} is {type(content).__name__}; must be text"
-            raise Broken(FailureKind.INVALID_OBSERVATION, f"{source}: {rule}")
-        num_characters += len(content) if isinstance(content, str) else 0
-        if num_characters > MAX_CHARACTERS:
-            rule = f"the messages have more than {MAX_CHARACTERS:,} characters"
-            raise Broken(FailureKind.INVALID_OBSERVATION, f"{source}: {rule}")
+    async def _resume(self) -> None:
+        """Bring the environment to where the journal ends."""
+        assert self._journal is not None
+        way, self._is_live = self._way(), True
+        if way == "state":
+            state = {"call": "set_state", "state": self._known[-1].resume["state"]}
+            self._calls = [(self._calls[0][0], ""), (state, "")]
         try:
-            messages.append(plain(message, where))
-        except ValueError as error:
-            raise Broken(FailureKind.INVALID_OBSERVATION, f"{source}: {error}") from error
-    return messages
+            differs = await self._repeat()
+        except EnvironmentFailed as broken:
+            differs = broken.message
+        if differs:
+            raise self._restarted("state_refused" if way == "state" else "replay_differs")
+        self._journal.resumed(way)
+
+    def _way(self) -> str:
+        """Return how the environment comes back to where the journal ends; empty where it cannot."""
+        last = self._known[-1]
+        if last.of == _digest({"call": _ENDS}):
+            return "whole"
+        return next((way for way in ("state", "replay") if way in last.resume), "")
+
+    def _restarted(self, reason: str) -> Restarted:
+        assert self._journal is not None
+        self._journal.restart(self._trajectory, reason)
+        return Restarted(f"{self._trajectory}: {reason}")
 
 
-def check_step(output: object, *, source: str) -> StepResult:
-    """Return the fields of a step's answer, or raise Broken naming the one that is wrong."""
-    if isinstance(output, tuple) and len(output) == len(_GYMNASIUM_STEP):
-        output = dict(zip(_GYMNASIUM_STEP, output))
-        if isinstance(output["observations"], str):
-            output["observations"] = [{"role": "user", "content": output["observations"]}]
-    if not isinstance(output, Mapping):
-        kind = type(output).__name__
-        raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {kind}; must be a mapping")
-    ends = {name: scalar(output[name]) for name in ("done", "terminated", "truncated") if name in output}
-    if not ends.keys() - {"truncated"}:
-        raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned no 'done'; it has {sorted(map(str, output))}")
-    for name, end in ends.items():
-        if not isinstance(end, bool):
-            message = f"{source} returned '{name}' as {shown(end)}; must be True or False"
-            raise Broken(FailureKind.ENVIRONMENT_ERROR, message)
-    components = check_components(output.get("reward"), source=source)
-    reward = check_reward(sum(components.values()) if components else output.get("reward"), source=source)
-    observations, done = output.get("observations"), any(ends.values())
-    if done and observations is None:
-        observations = []
-    return StepResult(
-        observations=check_messages(observations, source=source),
-        reward=reward,
-        done=done,
-        truncated=ends.get("truncated", False) and not (ends.get("terminated") or False),
-        components=components,
-    )
+def _checked(resume: object) -> dict[str, Any]:
+    """Return how to resume, which a worker process may have sent. Raises ValueError."""
+    if isinstance(resume, dict) and set(resume) == {"state"}:
+        return {"state": plain_state(resume["state"])}
+    return {"replay": True} if resume == {"replay": True} else {}
 
 
-_GYMNASIUM_STEP = ("observations", "reward", "terminated", "truncated", "metadata")
-
-
-def check_components(value: object, *, source: str) -> dict[str, float]:
-    """Return the rewards by name that a reward is the sum of, if it is one. Raises Broken (invalid_reward)."""
-    if not isinstance(value, Mapping) or not value:
-        return {}
-    for name in value:
-        if not isinstance(name, str) or not is_text(name) or len(name) > MAX_METRIC_NAME:
-            message = f"{source} returned a reward named {shown(name)}; must be a text of at most {MAX_METRIC_NAME}"
-            raise Broken(FailureKind.INVALID_REWARD, f"{message} characters")
-    return {str(name): check_reward(each, source=f"{source}[{name!r}]") for name, each in value.items()}
-
-
-def check_schemas(value: object, *, source: str) -> list[Schema]:
-    """Return the schemas of tools as plain data, or raise Broken."""
-    try:
-        schemas = plain(value, "the tools")
-        if isinstance(schemas, list) and all(isinstance(each["function"]["name"], str) for each in schemas):
-            return schemas
-    except (ValueError, KeyError, TypeError) as error:
-        raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source}: its tools cannot be sent: {error}") from error
-    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source}: its tools are {shown(value)}; must be a list of schemas")
-
-
-def check_tool_results(value: object, *, source: str) -> list[ToolResult]:
-    """Return the results of tools, or raise Broken."""
-    try:
-        results = plain(value, "the results")
-        if all(is_content(each["content"]) and isinstance(each["failed"], bool) for each in results):
-            return [ToolResult(content=each["content"], failed=each["failed"]) for each in results]
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {shown(value)}; must be texts, or texts and images")
-
-
-def check_reward(value: object, *, source: str) -> float:
-    """Return `value` as a finite float of at most `MAX_REWARD` in size (numpy scalars and booleans are fine), or raise
-    Broken (invalid_reward)."""
-    number = number_in(value, MAX_REWARD)
-    if number is not None:
-        return number
-    rule = f"must be a finite number between {-MAX_REWARD:g} and {MAX_REWARD:g}"
-    raise Broken(FailureKind.INVALID_REWARD, f"{source} returned the reward {shown(value)}; {rule}")
-
-
-def check_scores(values: object, *, source: str, num_samples: int | None) -> list[dict[str, float] | float | None]:
-    """Return what a reward function said of each trajectory: a number, numbers by name, or None for "not scored".
-
-    `num_samples` is None where the function was called for one trajectory and returned its value, not a list. Raises
-    Broken (invalid_reward).
-    """
-    several = num_samples is not None
-    if several and not (isinstance(values, (list, tuple)) and len(values) == num_samples):
-        kind = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
-        message = f"{source} returned {kind}; must be a list with one value for each of {num_samples} trajectories"
-        raise Broken(FailureKind.INVALID_REWARD, message)
-    found: list[dict[str, float] | float | None] = []
-    for value in values if several and isinstance(values, (list, tuple)) else [values]:
-        if isinstance(value, Mapping):
-            if not value or not all(isinstance(name, str) and is_text(name) for name in value):
-                message = f"{source} returned {shown(value)}; its keys must be names of rewards"
-                raise Broken(FailureKind.INVALID_REWARD, message)
-            found.append({name: check_reward(one, source=f"{source}[{name!r}]") for name, one in value.items()})
-        else:
-            found.append(None if value is None else check_reward(value, source=source))
-    return found
+def _digest(content: object) -> str:
+    """Return what tells a call, or an answer, from others. Of an answer the state of its environment is left out, which may
+    have times or paths in it."""
+    if isinstance(content, dict):
+        content = {name: value for name, value in content.items() if name != "resume"}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

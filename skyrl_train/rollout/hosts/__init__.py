@@ -4,8 +4,13 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.rollout.hosts.connection import LocalWorker
-    from skyrl_train.rollout.hosts.local import IMPORT_DEADLINE_S, LocalWorkers, WorkerSettings, violations_in_process
+    from skyrl_train.rollout.hosts.local import (
+        IMPORT_DEADLINE_S,
+        LocalWorker,
+        LocalWorkers,
+        WorkerSettings,
+        violations_in_process,
+    )
     from skyrl_train.rollout.hosts.processes import Imported, ProcessEnvironments, WorkerEnded, WorkerHost
     from skyrl_train.rollout.hosts.scoring import facts_of, held_rewards, reward_problems, row_columns, server_problems
     from skyrl_train.rollout.hosts.threads import ThreadEnvironments

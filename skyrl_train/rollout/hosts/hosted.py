@@ -1,4 +1,4 @@
-"""One environment where it runs: on a thread of the trainer, or in a worker process (`boundary/session.py` has the
+"""One environment where it runs: on a thread of the trainer, or in a worker process (`boundary/__init__.py` has the
 picture)."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import inspect
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
-from skyrl_train.rollout.boundary.session import (
+from skyrl_train.rollout.boundary import (
     CHECK_ROWS,
     Answer,
-    Broken,
+    EnvironmentFailed,
     Request,
     check_first_messages,
     check_schemas,
@@ -19,9 +19,10 @@ from skyrl_train.rollout.boundary.session import (
     check_step,
     describe,
     late,
+    numbers_only,
+    plain_state,
 )
 from skyrl_train.rollout.envs.environments import is_asynchronous, make_environment, plays_itself, row_problems
-from skyrl_train.rollout.plain_data import numbers_only, plain_state
 from skyrl_train.rollout.rewards.reward_functions import call_reward
 from skyrl_train.rollout.tools.toolbox import Toolbox
 from skyrl_train.types import FailureKind
@@ -36,7 +37,7 @@ class HostedEnvironment:
         self._environment: Any = None
         self._toolbox = Toolbox(())
         self._has_tools = False
-        """Of `environment.tools`."""
+        """Whether there are some of `environment.tools`."""
 
     def answer(self, request: Request) -> Answer | Coroutine[Any, Any, Answer]:
         """Return the answer, or where the environment's method is asynchronous a coroutine of it, which wants an event loop
@@ -128,7 +129,7 @@ class HostedEnvironment:
         return environment.get_metrics() if hasattr(environment, "get_metrics") else {}
 
     def _checked(self, request: Request, value: object) -> object:
-        """Return what a method returned as plain data. Raises Broken where it must not return that."""
+        """Return what a method returned as plain data. Raises EnvironmentFailed where it must not return that."""
         call, source = request["call"], f"{self._name}.{request['call']}"
         if call == "score":
             return check_scores(value, source=self._name, num_samples=request["num_values"])
@@ -148,6 +149,6 @@ class HostedEnvironment:
 
 
 def _failure(error: BaseException) -> Answer:
-    if isinstance(error, Broken):
+    if isinstance(error, EnvironmentFailed):
         return {"failure": error.kind.value, "message": error.message}
     return {"failure": FailureKind.ENVIRONMENT_ERROR.value, "message": describe(error)}

@@ -1,32 +1,144 @@
-"""Worker processes of this machine: `worker.py` from the outside."""
+"""Worker processes of this machine: `worker.py` from the outside.
+
+What a worker sends is read as the answer to a request that it was asked, and as nothing else: anything that does not fit
+ends it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
+import signal
+import socket
 import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import reward_entries
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.registry import TARGET, PartSpec
+from skyrl_train.rollout.boundary import Request, plain
 from skyrl_train.rollout.envs.environments import variables_of
-from skyrl_train.rollout.hosts.connection import LocalWorker
 from skyrl_train.rollout.hosts.processes import Imported, WorkerEnded
-from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.tools.variables import given
 from skyrl_train.system import in_time
-from skyrl_train.system.processes import PACKAGE_PARENT, ProcessHost
-from skyrl_train.telemetry.logs import copy_redacted
+from skyrl_train.system.processes import PACKAGE_PARENT, Frames, ProcessHost, StartedProcess, frame, manner
+from skyrl_train.telemetry.logs import copy_redacted, innermost
+
+T = TypeVar("T")
+_REPORT_WITHIN_S = 2.0
+"""How long the supervisor may take to say how a worker ended whose connection is closed."""
+_WHERE_S = 0.3
+"""How long a worker that exceeded a deadline may take to say where it is: nobody else is heard meanwhile."""
+_CHUNK = 1 << 18
+_PERHAPS_MEMORY = {-signal.SIGKILL: ", as the kernel does where memory runs out"}
+
+
+class LocalWorker:
+    """Implements `WorkerProcess` over a connection of its own."""
+
+    def __init__(self, host: ProcessHost) -> None:
+        """Start one below the supervisor of `host`."""
+        self.ended: str | None = None
+        self._connection, theirs = socket.socketpair()
+        self._connection.setblocking(False)
+        self._frames = Frames()
+        self._num_asked = 0
+        self._answers: dict[int, asyncio.Future[object]] = {}
+        """Of the requests that wait for one, by their numbers."""
+        self._sending = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._connection, self._hear)
+        self._host = host
+        with theirs:
+            self._started: StartedProcess = host.start({}, descriptor=theirs.fileno(), on_end=self._told)
+
+    async def ask(self, request: Request, timeout_s: float) -> object:
+        if self.ended is not None:
+            raise WorkerEnded(self.ended)
+        self._num_asked += 1
+        number, answer = self._num_asked, self._loop.create_future()
+        self._answers[number] = answer
+        deadline = self._loop.call_later(timeout_s, self._late, answer)
+        try:
+            await self._send(frame({**request, "number": number}), timeout_s)
+            return await answer
+        except asyncio.CancelledError:
+            self.end("was ended in a call that nobody waits for any more")
+            raise
+        finally:
+            deadline.cancel()
+            del self._answers[number]
+
+    def end(self, reason: str) -> None:
+        if self.ended is None:
+            self._host.end(self._started)
+            self._ended_with(reason)
+
+    def _told(self, ended: int | str) -> None:
+        if isinstance(ended, int):
+            self._ended_with(manner(ended) + _PERHAPS_MEMORY.get(ended, ""))
+        else:
+            self._ended_with(ended if self._host.lost else f"could not be started: {ended}")
+
+    def _ended_with(self, reason: str) -> None:
+        """Take note that the process is no more, or will not be in a moment."""
+        if self.ended is None:
+            self.ended = reason
+            self._loop.remove_reader(self._connection)
+            self._connection.close()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(WorkerEnded(reason))
+
+    async def _send(self, data: bytes, timeout_s: float) -> None:
+        try:
+            async with self._sending:
+                sent = self._connection.send(data)
+                if sent < len(data):
+                    await asyncio.wait_for(self._loop.sock_sendall(self._connection, data[sent:]), timeout_s)
+        except OSError:
+            # How it ended is told by the supervisor in a moment.
+            self._loop.call_later(_REPORT_WITHIN_S, self.end, "closed its connection")
+
+    def _late(self, answer: asyncio.Future[object]) -> None:
+        if not answer.done():
+            where = (
+                innermost(process, timeout_s=_WHERE_S) if (process := self._started.process) and not self.ended else ""
+            )
+            answer.set_exception(asyncio.TimeoutError(where and f"; it was at {where}"))
+        self.end("was ended: it exceeded the deadline of a call")
+
+    def _hear(self) -> None:
+        try:
+            data = self._connection.recv(_CHUNK)
+            for message in self._frames.feed(data):
+                waiting = any(not answer.done() for answer in self._answers.values())
+                if not waiting or not isinstance(message, dict) or set(message) != {"number", "answer"}:
+                    raise ValueError("it spoke unasked")
+                number = message["number"]
+                if type(number) is not int or number not in self._answers or self._answers[number].done():
+                    raise ValueError("it answered another request")
+                self._answers[number].set_result(message["answer"])
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        except ValueError as error:
+            self.end(f"was ended: what it sent is no answer ({error})")
+            return
+        if not data:
+            self._loop.remove_reader(self._connection)
+            self._loop.call_later(_REPORT_WITHIN_S, self.end, "closed its connection")
+
 
 _IMPORT_TIMEOUT_S = 120.0
 IMPORT_DEADLINE_S = 3 * _IMPORT_TIMEOUT_S
@@ -55,13 +167,13 @@ class WorkerSettings:
     log: Path | None = None
     """Where their standard output and error go; None is a temporary file."""
     tools: tuple[PartSpec, ...] = ()
-    """`environment.tools`, imported with them."""
+    """Entries of `environment.tools`, imported with the environments."""
     rewards: Mapping[str, PartSpec] = field(default_factory=dict)
     """Reward functions that are called there, by the setting that names each."""
     python: str = ""
     """Interpreter that they run under, if not this one: what is installed for it is what environments import."""
     variables: tuple[str, ...] = ()
-    """`environment.variables`."""
+    """Names in `environment.variables`: what workers get of the trainer's."""
 
     @classmethod
     def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> WorkerSettings:
@@ -268,26 +380,49 @@ def _environment(variables: Mapping[str, str], *, apart: bool) -> dict[str, str]
     return {**threads, **variables, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
 
-def violations_in_process(
-    specs: Sequence[PartSpec], python: str = "", variables: tuple[str, ...] = ()
-) -> list[Violation]:
-    """Return what is wrong with environments, which are imported in a process of their own: an import that exits, crashes
-    or hangs harms nothing here."""
+def run_in_workers(
+    settings: WorkerSettings, use: Callable[[LocalWorkers], Awaitable[T]], *, what: str, timeout_s: float
+) -> T:
+    """Return what `use` makes of workers that are started for it and end with it: an import that exits, crashes or hangs
+    harms nothing here. Raises ConfigError and SkyrlTrainError as `ready`."""
 
-    async def check() -> None:
-        settings = WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python, variables=variables)
+    async def run() -> T:
         workers = LocalWorkers(settings)
         try:
             await workers.ready()
+            return await use(workers)
         finally:
             await workers.aclose()
 
+    # On a thread: whoever asks may be running an event loop.
+    return in_time(lambda: asyncio.run(run()), what=what, timeout_s=timeout_s)
+
+
+def import_in_process(settings: WorkerSettings, what: str) -> Mapping[str, Any]:
+    """Import `what`, environments or rewards, in a process of its own. Return the facts of the rewards. Raises
+    ConfigError."""
+
+    async def facts(workers: LocalWorkers) -> Mapping[str, Any]:
+        return workers.rewards
+
     try:
-        # On a thread: whoever asks may be running an event loop.
-        in_time(lambda: asyncio.run(check()), what="the import of environments", timeout_s=IMPORT_DEADLINE_S)
+        return run_in_workers(settings, facts, what=f"the import of {what}", timeout_s=IMPORT_DEADLINE_S)
+    except ConfigError:
+        raise
+    except SkyrlTrainError as error:
+        field = "environment.rewards" if settings.rewards else "environment.env_class"
+        value = ", ".join(map(str, [*settings.specs, *settings.rewards.values()]))
+        violation = Violation(field=field, rule="must be importable", value=value, remedy=str(error))
+        raise ConfigError([violation]) from error
+
+
+def violations_in_process(
+    specs: Sequence[PartSpec], python: str = "", variables: tuple[str, ...] = ()
+) -> list[Violation]:
+    """Return what is wrong with environments, which are imported in a process of their own."""
+    settings = WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python, variables=variables)
+    try:
+        import_in_process(settings, "environments")
     except ConfigError as error:
         return list(error.violations)
-    except SkyrlTrainError as error:
-        rule, value = "must be importable", ", ".join(map(str, specs))
-        return [Violation(field="environment.env_class", rule=rule, value=value, remedy=str(error))]
     return []

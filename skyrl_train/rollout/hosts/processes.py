@@ -2,24 +2,27 @@
 
 Every environment lives in one of at most `num_workers` processes, which answers one call at a time, or many calls of
 asynchronous environments, of which it hosts many. When a worker ends, the trajectories whose calls it was in fail with the
-reason. The environments of the others that lived there are made again in another worker and given the same calls; one that
-then answers otherwise (it is random, or keeps state elsewhere) fails, too.
+reason. The environments of the others that lived there are lost, and made again in another worker (`boundary/session.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import os
 from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_train.registry import split_spec
-from skyrl_train.rollout.boundary.session import MAX_WORKERS, AroundCalls, Broken, Request, late
-from skyrl_train.rollout.plain_data import plain
-from skyrl_train.types import FailureKind
+from skyrl_train.rollout.boundary import (
+    MAX_WORKERS,
+    AroundCalls,
+    EnvironmentLost,
+    Request,
+    environment_error,
+    late,
+    plain,
+)
 
 _GRACE_S = 5.0
 """An asynchronous call is given up by its worker, which goes on: how much later the worker is."""
@@ -69,13 +72,14 @@ class WorkerHost(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """End all."""
+        """End all workers, and what started them."""
         ...
 
 
 class ProcessEnvironments:
     """Implements `Environments` with worker processes."""
 
+    may_lose_environments = True
     given_up = "their worker processes were ended"
 
     def __init__(
@@ -99,10 +103,6 @@ class ProcessEnvironments:
     def host(self, name: str) -> _InWorker:
         self._num_hosted += 1
         return _InWorker(self, name, self._num_hosted)
-
-    async def prepare(self) -> None:
-        """Import the environments ahead of the first call. Raises what `WorkerHost.ready` raises."""
-        await self._host.ready()
 
     async def aclose(self) -> None:
         await self._host.aclose()
@@ -141,61 +141,36 @@ class _InWorker:
         self._worker: _SharedWorker | None = None
         self._env_class = ""
         self._is_asynchronous = False
-        self._history: list[tuple[Request, bytes]] = []
-        """Calls so far, and a digest of each answer."""
+        self._lives = False
+        """Whether something was asked of the environment that would be lost with its worker."""
 
     async def ask(self, request: Request) -> object:
-        with self._environments.around():
-            return await self._ask(self._plain(request))
-
-    async def _ask(self, request: Request) -> object:
+        try:
+            request = {key: plain(value, key) for key, value in request.items()}
+        except ValueError as error:
+            raise environment_error(f"{self._name}.{request['call']} cannot be sent: {error}") from None
         if request["call"] == "construction":
             self._env_class = split_spec(request["spec"])[0]
-        while True:
-            worker = self._worker
-            lost = worker is not None and worker.process.ended is not None
-            if lost and request["call"] == "close":
-                return {"value": None}
-            if worker is None or lost:
-                self.release()
-                worker, self._is_asynchronous = await self._environments.place(self._env_class)
-                worker.num_environments += 1
-                self._worker = worker
-                is_new = True
-            else:
-                is_new = False
-            async with contextlib.nullcontext() if self._is_asynchronous and not is_new else worker.turn:
-                if worker.process.ended is not None:
-                    continue
-                if is_new:
-                    await self._repeat(worker)
-                answer = await self._call(worker, request)
-                if request["call"] != "get_metrics":  # which only asks
-                    self._history.append((request, _digest(answer)))
-                return answer
+        with self._environments.around():
+            while True:
+                worker = self._worker
+                if worker is None or worker.process.ended is not None:
+                    self.release()
+                    if self._lives:
+                        self._lives = False
+                        raise EnvironmentLost
+                    worker, self._is_asynchronous = await self._environments.place(self._env_class)
+                    worker.num_environments += 1
+                    self._worker = worker
+                async with contextlib.nullcontext() if self._is_asynchronous and self._lives else worker.turn:
+                    if worker.process.ended is None:
+                        self._lives = True
+                        return await self._call(worker, request)
 
     def release(self) -> None:
         if self._worker is not None:
             self._worker.num_environments -= 1
             self._worker = None
-
-    def _plain(self, request: Request) -> Request:
-        try:
-            return {key: plain(value, key) for key, value in request.items()}
-        except ValueError as error:
-            raise Broken(
-                FailureKind.ENVIRONMENT_ERROR, f"{self._name}.{request['call']} cannot be sent: {error}"
-            ) from None
-
-    async def _repeat(self, worker: _SharedWorker) -> None:
-        """Bring an environment that was lost with its worker to where it was."""
-        for request, digest in self._history:
-            if _digest(await self._call(worker, request)) != digest:
-                raise Broken(
-                    FailureKind.ENVIRONMENT_ERROR,
-                    f"another environment ended the worker that {self._name} shared with it; made again, it answered "
-                    f"otherwise at {request['call']}",
-                )
 
     async def _call(self, worker: _SharedWorker, request: Request) -> object:
         """One call within its deadline; a worker that memory has run out in is of no use to anybody else."""
@@ -210,14 +185,7 @@ class _InWorker:
             self._environments.num_given_up += 1
             raise late(what, timeout_s, str(error)) from None
         except WorkerEnded as ended:
-            raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{what}: its worker process {ended}") from None
+            raise environment_error(f"{what}: its worker process {ended}") from None
         if isinstance(answer, dict) and str(answer.get("message")).startswith("MemoryError"):
             worker.process.end("ran out of memory (environment.worker_memory_gb)")
         return answer
-
-
-def _digest(answer: object) -> bytes:
-    """Of an answer without the state of its environment, which may have times or paths in it."""
-    if isinstance(answer, dict):
-        answer = {name: value for name, value in answer.items() if name != "resume"}
-    return hashlib.sha256(json.dumps(answer, sort_keys=True).encode()).digest()

@@ -19,29 +19,29 @@ from typing import Any
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import OWN_REWARD, RewardEntry, has_own_reward, reward_entries
 from skyrl_train.data import names_of, near_column
-from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError, Violation
+from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name, split_spec
-from skyrl_train.rollout.boundary.session import (
+from skyrl_train.rollout.boundary import (
     OF_REWARDS,
-    Broken,
+    EnvironmentFailed,
     Environments,
     check_reward,
     check_scores,
     describe,
+    invalid_reward,
     read_answer,
 )
 from skyrl_train.rollout.envs.environments import uses_processes
-from skyrl_train.rollout.hosts.local import IMPORT_DEADLINE_S, LocalWorkers, WorkerSettings, check_arguments
+from skyrl_train.rollout.hosts.local import WorkerSettings, check_arguments, import_in_process
 from skyrl_train.rollout.rewards import HeldReward
-from skyrl_train.rollout.rewards.peer_rewards import SCORE
 from skyrl_train.rollout.rewards.reward_functions import (
+    SCORE,
     RewardFacts,
     call_reward_here,
     reward_facts,
     reward_function,
     reward_violations,
 )
-from skyrl_train.system import in_time
 from skyrl_train.telemetry.logs import redact_text
 from skyrl_train.types import FailureKind, Outcome, Prompt, Trajectory
 
@@ -83,7 +83,11 @@ class Rewards:
             if self._form(entry) == "each" or not left:
                 continue
             answers = await self._ask(entry, prompt, [scored[index] for index in left], global_step)
-            if self._form(entry) == "batched" and len(left) > 1 and all(isinstance(one, Broken) for one in answers):
+            if (
+                self._form(entry) == "batched"
+                and len(left) > 1
+                and all(isinstance(one, EnvironmentFailed) for one in answers)
+            ):
                 alone = await asyncio.gather(
                     *(self._ask(entry, prompt, [scored[index]], global_step) for index in left)
                 )
@@ -97,9 +101,8 @@ class Rewards:
         if trajectory.failed or trajectory.rewards or not trajectory.turns:
             return trajectory
         names = ", ".join(entry.name for entry in self._entries)
-        broken = Broken(FailureKind.NOT_SCORED, f"none of its rewards applies: {names} returned None")
-        failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
-        return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
+        broken = EnvironmentFailed(FailureKind.NOT_SCORED, f"none of its rewards applies: {names} returned None")
+        return _failed(trajectory, broken)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the rewards of this process did since the last time, as `timing/REWARD/...`."""
@@ -112,10 +115,12 @@ class Rewards:
 
     async def _ask(
         self, entry: RewardEntry, prompt: Prompt, trajectories: Sequence[Trajectory], global_step: int | None = None
-    ) -> Sequence[Score | Broken]:
+    ) -> Sequence[Score | EnvironmentFailed]:
         """Return what the function says of each trajectory, or why it says nothing."""
         num_values = None if self._form(entry) == "each" else len(trajectories)
-        row, samples = _facts_of_prompt(prompt), [_facts_of_trajectory(prompt, one) for one in trajectories]
+        messages = [dict(message) for message in prompt.messages]
+        row: dict[str, Any] = {**row_columns(prompt), "prompt": messages, "uid": prompt.uid}
+        samples = [_facts_of_trajectory(prompt, one) for one in trajectories]
         if self._facts[entry.setting].convention == "trl":
             row |= {"prompt_is_text": prompt.is_text, "global_step": global_step}
             for sample, one in zip(samples, trajectories):
@@ -131,52 +136,58 @@ class Rewards:
             finally:
                 handle.release()
             return check_scores(answer, source=entry.name, num_samples=len(trajectories))
-        except Broken as error:
+        except EnvironmentFailed as error:
             kind, said = OF_REWARDS.get(error.kind, error.kind), error.message
-            broken = Broken(kind, said if said.startswith(entry.name) else f"{entry.name}: {said}")
+            broken = EnvironmentFailed(kind, said if said.startswith(entry.name) else f"{entry.name}: {said}")
         except asyncio.TimeoutError as error:
-            broken = Broken(FailureKind.REWARD_TIMEOUT, f"{entry.name}: {describe(error)}")
+            broken = EnvironmentFailed(FailureKind.REWARD_TIMEOUT, f"{entry.name}: {describe(error)}")
         except Exception as error:
-            broken = Broken(FailureKind.REWARD_ERROR, f"{entry.name}: {describe(error)}")
+            broken = EnvironmentFailed(FailureKind.REWARD_ERROR, f"{entry.name}: {describe(error)}")
         return [broken] * len(trajectories)
 
 
-def _with_score(trajectory: Trajectory, entry: RewardEntry, answer: Score | Broken, facts: RewardFacts) -> Trajectory:
+def _failed(trajectory: Trajectory, broken: EnvironmentFailed) -> Trajectory:
+    failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
+    return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
+
+
+def _with_score(
+    trajectory: Trajectory, entry: RewardEntry, answer: Score | EnvironmentFailed, facts: RewardFacts
+) -> Trajectory:
     """Return the trajectory with one more reward, whose weighted value goes to its last turn; failed where there is none.
     TRL's None leaves the others to score it."""
     if trajectory.failed or (answer is None and facts.convention == "trl"):
         return trajectory
     try:
-        if isinstance(answer, Broken):
+        if isinstance(answer, EnvironmentFailed):
             raise answer
         if answer is None:
-            raise Broken(FailureKind.NOT_SCORED, f"{entry.name} returned None: not scored")
+            raise EnvironmentFailed(FailureKind.NOT_SCORED, f"{entry.name} returned None: not scored")
         if facts.convention == "verl" and isinstance(answer, Mapping) and not isinstance(entry.weight, Mapping):
             answer = _of_verl(entry, answer)
             entry = replace(entry, weight={entry.name: entry.weight})
         rewards, value = _components(trajectory, entry, answer, facts)
         last = trajectory.turns[-1]
         last = replace(last, reward=check_reward(last.reward + value, source=entry.name))
-    except Broken as broken:
-        failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
-        return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
+    except EnvironmentFailed as broken:
+        return _failed(trajectory, broken)
     return replace(trajectory, turns=(*trajectory.turns[:-1], last), rewards={**trajectory.rewards, **rewards})
 
 
 def _of_verl(entry: RewardEntry, score: Mapping[str, float]) -> dict[str, float]:
     """Return what a mapping of verl's says by the names that its numbers get here: its score is the reward, others are
-    reported. Raises Broken where there is no score."""
+    reported. Raises EnvironmentFailed where there is no score."""
     if SCORE not in score:
         message = f"{entry.name} returned {', '.join(score)} and no {SCORE!r}, which is the reward in verl's signature"
-        raise Broken(FailureKind.INVALID_REWARD, message)
+        raise invalid_reward(message)
     return {entry.name if name == SCORE else f"{entry.name}_{name}": value for name, value in score.items()}
 
 
 def _components(
     trajectory: Trajectory, entry: RewardEntry, score: float | Mapping[str, float], facts: RewardFacts
 ) -> tuple[Mapping[str, float], float]:
-    """Return a function's rewards by name, and their weighted sum. Raises Broken where names do not fit, or a value is
-    outside the range that the function declares."""
+    """Return a function's rewards by name, and their weighted sum. Raises EnvironmentFailed where names do not fit, or a
+    value is outside the range that the function declares."""
     rewards = score if isinstance(score, Mapping) else {entry.name: score}
     counted = {f"{entry.name}_{name}": rewards[name] for name in facts.counts if name in rewards}
     if facts.counts:
@@ -185,19 +196,16 @@ def _components(
     if isinstance(entry.weight, Mapping):
         weights: Mapping[str, float] = entry.weight
         if missing := [name for name in weights if name not in rewards]:
-            message = f"{entry.name} returned no {', '.join(missing)}, which {entry.setting}.weight names"
-            raise Broken(FailureKind.INVALID_REWARD, message)
+            raise invalid_reward(f"{entry.name} returned no {', '.join(missing)}, which {entry.setting}.weight names")
     else:
         weights = dict.fromkeys(rewards, entry.weight)
     low, high = facts.range or (-math.inf, math.inf)
     for name in weights:
         if not low <= rewards[name] <= high:
             said = f"{entry.name} returned {name}={rewards[name]!r}"
-            message = f"{said}, outside the range {low:g} to {high:g} that it declares"
-            raise Broken(FailureKind.INVALID_REWARD, message)
+            raise invalid_reward(f"{said}, outside the range {low:g} to {high:g} that it declares")
     if twice := [name for name in rewards if name in trajectory.rewards]:
-        message = f"{entry.name} returned {', '.join(twice)}, and another reward has that name"
-        raise Broken(FailureKind.INVALID_REWARD, message)
+        raise invalid_reward(f"{entry.name} returned {', '.join(twice)}, and another reward has that name")
     return {**rewards, **counted}, sum(weight * rewards[name] for name, weight in weights.items())
 
 
@@ -222,14 +230,15 @@ async def server_problems(environment: EnvironmentConfig) -> list[Violation]:
     remedy = "start it, or correct the setting"
     rule = "must be the address of a server that can be used, http://HOST:PORT"
     return [
-        Violation.of(f"{entry.setting}.url", redact_text(_url_of(entry)), f"{rule} ({problem.rstrip('.')})", remedy)
+        Violation.of(
+            f"{entry.setting}.url",
+            redact_text(str(split_spec(entry.spec)[1].get("url", ""))),
+            f"{rule} ({problem.rstrip('.')})",
+            remedy,
+        )
         for entry, problem in found
         if problem
     ]
-
-
-def _url_of(entry: RewardEntry) -> str:
-    return str(split_spec(entry.spec)[1].get("url", ""))
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:
@@ -240,11 +249,6 @@ def row_columns(prompt: Prompt) -> dict[str, Any]:
         if isinstance(spec, Mapping) and "ground_truth" in spec:
             columns = {**dict.fromkeys(("answer", "ground_truth"), spec["ground_truth"]), **columns}
     return columns
-
-
-def _facts_of_prompt(prompt: Prompt) -> dict[str, Any]:
-    messages = [dict(message) for message in prompt.messages]
-    return {**row_columns(prompt), "prompt": messages, "uid": prompt.uid}
 
 
 def _facts_of_trajectory(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
@@ -323,30 +327,11 @@ def facts_of(environment: EnvironmentConfig) -> Mapping[str, RewardFacts]:
 def _facts_in_process(specs: str, variables: tuple[str, ...]) -> Mapping[str, RewardFacts]:
     """`specs` is JSON: settings to rewards. Raises ConfigError."""
     rewards: dict[str, PartSpec] = json.loads(specs)
-
-    async def inspect_them() -> Mapping[str, Any]:
-        settings = WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards, variables=variables)
-        workers = LocalWorkers(settings)
-        try:
-            await workers.ready()
-            return workers.rewards
-        finally:
-            await workers.aclose()
-
-    try:
-        found = in_time(lambda: asyncio.run(inspect_them()), what="the import of rewards", timeout_s=IMPORT_DEADLINE_S)
-    except ConfigError:
-        raise
-    except SkyrlTrainError as error:
-        rule, value = "must be importable", ", ".join(map(str, rewards.values()))
-        raise ConfigError(
-            [Violation(field="environment.rewards", rule=rule, value=value, remedy=str(error))]
-        ) from error
-    return {
-        setting: RewardFacts(**{name: _tuple(value) for name, value in each.items()}) for setting, each in found.items()
-    }
-
-
-def _tuple(value: object) -> Any:
-    """Return what JSON made a list of as it was."""
-    return tuple(value) if isinstance(value, list) else value
+    settings = WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards, variables=variables)
+    found: dict[str, RewardFacts] = {}
+    for setting, facts in import_in_process(settings, "rewards").items():
+        fields: dict[str, Any] = {  # JSON made lists of tuples
+            name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
+        }
+        found[setting] = RewardFacts(**fields)
+    return found

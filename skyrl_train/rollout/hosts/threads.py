@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from skyrl_train.registry import at_breakpoint
-from skyrl_train.rollout.boundary.session import MAX_WORKERS, AroundCalls, Request, describe, late
+from skyrl_train.rollout.boundary import MAX_WORKERS, AroundCalls, Request, describe, late
 from skyrl_train.rollout.hosts.hosted import HostedEnvironment
 
 T = TypeVar("T")
@@ -49,11 +49,11 @@ def _breakpoint(*arguments: Any, **named: Any) -> object:
 
 
 class _Call(Generic[T]):
-    """One function to run on a worker and where its result goes."""
+    """One function to run on a thread, and where its result goes. A future of `concurrent.futures` would cost as much as
+    half of a call."""
 
     def __init__(self, function: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
-        self.function = function
-        self.loop = loop
+        self._function, self._loop = function, loop
         self.future: asyncio.Future[T] = loop.create_future()
         self.is_debugged = False
         """Whether it has come to a `breakpoint()`, and so has no deadline any more."""
@@ -62,45 +62,40 @@ class _Call(Generic[T]):
 
     def run(self) -> None:
         _running.call = self
+        settle: Callable[[Any], None] = self.future.set_result
         try:
-            result = self.function()
+            value: Any = self._function()
         except BaseException as error:
-            self._deliver(self._set_exception, error)
-        else:
-            self._deliver(self._set_result, result)
-        finally:
-            for _ in range(self.num_stops):
-                _terminal.release()
-
-    def _deliver(self, setter: Callable[[Any], None], value: object) -> None:
-        # The loop may be closed by the time an abandoned call returns: nobody waits for it then.
-        if not self.loop.is_closed():
-            try:
-                self.loop.call_soon_threadsafe(setter, value)
-            except RuntimeError:
-                return
-
-    def _set_result(self, result: T) -> None:
-        if not self.future.done():
-            self.future.set_result(result)
-
-    def _set_exception(self, error: BaseException) -> None:
-        if not self.future.done():
             # A future takes neither what ends a program nor a StopIteration.
             usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            self.future.set_exception(error if usable else RuntimeError(describe(error)))
+            settle, value = self.future.set_exception, error if usable else RuntimeError(describe(error))
+        for _ in range(self.num_stops):
+            _terminal.release()
+        try:
+            self._loop.call_soon_threadsafe(self._settle, settle, value)
+        except RuntimeError:  # the loop is closed by the time an abandoned call returns: nobody waits for it
+            return
+
+    def expire(self) -> None:
+        if not self.is_debugged:
+            self._settle(self.future.set_exception, _DeadlineExceeded())
+
+    def _settle(self, settle: Callable[[Any], None], value: object) -> None:
+        if not self.future.done():
+            settle(value)
 
 
-class _Worker:
-    """A daemon thread with its own queue; None ends it."""
+class _DeadlineExceeded(Exception):
+    """Internal: distinguished from a TimeoutError that the environment itself raised."""
 
-    def __init__(self, name: str) -> None:
-        self.calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def _work(self) -> None:
-        while (run := self.calls.get()) is not None:
+def _work(calls: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    """Be a thread, until None comes. Nobody waits for what a clean-up raises."""
+    while (run := calls.get()) is not None:
+        try:
             run()
+        except BaseException:
+            continue
 
 
 class ThreadEnvironments:
@@ -108,6 +103,7 @@ class ThreadEnvironments:
     run. Asynchronous environments need no thread: they run on the loop that asks, any number at a time.
     """
 
+    may_lose_environments = False
     given_up = "their threads were given up"
 
     def __init__(self, *, num_workers: int | None, timeout_s: float, around: AroundCalls = nullcontext) -> None:
@@ -117,7 +113,8 @@ class ThreadEnvironments:
         if sys.breakpointhook is sys.__breakpointhook__:
             sys.breakpointhook = _breakpoint
         self._slots = asyncio.Semaphore(num_workers or MAX_WORKERS)
-        self._idle: list[_Worker] = []
+        self._idle: list[queue.SimpleQueue[Callable[[], object] | None]] = []
+        """Where threads without a call get their next one; None ends them."""
         self.timeout_s = timeout_s
         self._num_started = 0
         self.num_given_up = 0
@@ -130,62 +127,41 @@ class ThreadEnvironments:
         """Runs `function` on a thread.
 
         `if_late` runs on that thread after a call that exceeded its deadline returned at last. Raises what `function`
-        raises, or Broken (environment_timeout) naming `what`.
+        raises, or EnvironmentFailed (environment_timeout) naming `what`.
         """
         async with self._slots:
-            worker = self._idle.pop() if self._idle else self._new_worker()
-            call: _Call[T] = _Call(function, asyncio.get_running_loop())
-            worker.calls.put(call.run)
-            deadline = call.loop.call_later(self.timeout_s, self._expire, call)
+            if self._idle:
+                calls = self._idle.pop()
+            else:
+                self._num_started += 1
+                calls = queue.SimpleQueue()
+                name = f"environment-{self._num_started}"
+                threading.Thread(target=_work, args=(calls,), name=name, daemon=True).start()
+            loop = asyncio.get_running_loop()
+            call: _Call[T] = _Call(function, loop)
+            calls.put(call.run)
+            deadline = loop.call_later(self.timeout_s, call.expire)
             try:
                 result = await call.future
             except (_DeadlineExceeded, asyncio.CancelledError) as error:
-                self._abandon(worker, if_late)
+                self.num_given_up += 1  # and the thread is
+                if if_late is not None:
+                    calls.put(if_late)
+                calls.put(None)
                 if isinstance(error, _DeadlineExceeded):
                     raise late(what, self.timeout_s) from None
                 raise
             except BaseException:
-                self._idle.append(worker)
+                self._idle.append(calls)
                 raise
             finally:
                 deadline.cancel()
-            self._idle.append(worker)
+            self._idle.append(calls)
             return result
 
     async def aclose(self) -> None:
         while self._idle:
-            self._idle.pop().calls.put(None)
-
-    def _new_worker(self) -> _Worker:
-        self._num_started += 1
-        return _Worker(name=f"environment-{self._num_started}")
-
-    def _expire(self, call: _Call[Any]) -> None:
-        if not call.future.done() and not call.is_debugged:
-            call.future.set_exception(_DeadlineExceeded())
-
-    def _abandon(self, worker: _Worker, if_late: Callable[[], object] | None) -> None:
-        self.num_given_up += 1
-        if if_late is not None:
-            worker.calls.put(_Quietly(if_late))
-        worker.calls.put(None)
-
-
-class _DeadlineExceeded(Exception):
-    """Internal: distinguished from a TimeoutError that the environment itself raised."""
-
-
-class _Quietly:
-    """Runs a clean-up whose result nobody waits for."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        try:
-            self._function()
-        except BaseException:
-            return
+            self._idle.pop().put(None)
 
 
 class _OnThreads:

@@ -35,7 +35,7 @@ from typing import Any, TextIO
 
 from skyrl_train.parts import TOOLS
 from skyrl_train.registry import split_spec
-from skyrl_train.rollout.boundary.session import Answer
+from skyrl_train.rollout.boundary import Answer
 from skyrl_train.rollout.envs.environments import (
     environment_violations,
     is_asynchronous,
@@ -98,11 +98,17 @@ class _Replies:
     def send(self, answer: Answer, request: Mapping[str, Any]) -> None:
         if os.getpid() != self._process:  # the environment forked, and its child came back as well
             os._exit(0)
+        try:
+            data = frame({"number": request["number"], "answer": answer})
+        except (ValueError, RecursionError, MemoryError) as error:
+            message = f"its answer cannot be sent: {error}"
+            failure = {"failure": FailureKind.ENVIRONMENT_ERROR.value, "message": message}
+            data = frame({"number": request["number"], "answer": failure})
         with self._lock:
             # What this environment did to the process must not break the next one's call.
             self._output.restore()
             self._connection.setblocking(True)
-            self._connection.sendall(_framed(answer, request["number"]))
+            self._connection.sendall(data)
 
 
 class _Output:
@@ -130,14 +136,6 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _framed(answer: dict[str, Any], number: int) -> bytes:
-    try:
-        return frame({"number": number, "answer": answer})
-    except (ValueError, RecursionError, MemoryError) as error:
-        failure = {"failure": FailureKind.ENVIRONMENT_ERROR.value, "message": f"its answer cannot be sent: {error}"}
-        return frame({"number": number, "answer": failure})
 
 
 def _become_worker(memory_bytes: int, descriptor: int) -> None:

@@ -38,9 +38,9 @@ from skyrl_train.system import lazily
 
 if TYPE_CHECKING:
     from skyrl_train.errors import Violation
-    from skyrl_train.rollout.rewards.code_run import run_tests
     from skyrl_train.rollout.rewards.judge import Judge
     from skyrl_train.rollout.rewards.model import RewardModel
+    from skyrl_train.rollout.rewards.ready_made import run_tests
     from skyrl_train.rollout.rewards.reward_functions import call_reward, forget_rewards
 
 __all__ = [

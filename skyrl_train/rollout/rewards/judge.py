@@ -2,8 +2,13 @@
 
     completion, columns --template--> messages --cache, else the server--> reply --rubric--> a score for each criterion
 
-A reply that is cut off or says no score fails its trajectory with that reason, and so does a server that does not answer:
-neither is ever a reward of 0.
+A rubric says what is judged, and how scores stand in a reply:
+
+    number    a line `clarity: 7` for each criterion         grades    a line `clarity: B`
+    json      an object `{"reasoning": "...", "clarity": 7}`, which the server is asked for by a JSON schema
+
+A reply that is cut off, or has no score of the scale for some criterion, fails its trajectory with that reason, and so does
+a server that does not answer: neither is ever a reward of 0.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import sqlite3
 import string
 import threading
@@ -24,10 +30,10 @@ from typing import Any
 
 import httpx
 
-from skyrl_train.config.environment import ONE_SCORE
+from skyrl_train.config.environment import ONE_SCORE, is_one_score
 from skyrl_train.errors import DeadlineError, EngineError, Violation
-from skyrl_train.rollout.boundary.session import Broken
-from skyrl_train.rollout.http.replies import (
+from skyrl_train.rollout.boundary import EnvironmentFailed, column_in, environment_error, invalid_reward
+from skyrl_train.rollout.http import (
     address_violations,
     ask_until_answered,
     client_arguments,
@@ -35,10 +41,143 @@ from skyrl_train.rollout.http.replies import (
     server_problem,
 )
 from skyrl_train.rollout.rewards import HeldReward
-from skyrl_train.rollout.rewards.rubric import Rubric
-from skyrl_train.system.files import is_text
+from skyrl_train.system.files import is_text, parse_json
 from skyrl_train.telemetry.logs import learn_secrets, redact_text
 from skyrl_train.types import FailureKind
+
+_GRADES = {"A": 1.0, "B": 0.75, "C": 0.5, "D": 0.25, "F": 0.0}
+_NUMBER = r"-?\d+(?:\.\d+)?(?!\.?\d)(?!\s*-\s*\d)"
+"""Not the first of two, as in `7-8`."""
+
+
+class Rubric:
+    """Criteria with a weight each."""
+
+    def __init__(
+        self,
+        criteria: Sequence[Mapping[str, Any]],
+        *,
+        reply: str,
+        pattern: str,
+        scale: Sequence[float],
+        grades: Mapping[str, float] | None,
+    ) -> None:
+        """The arguments are those of `Judge`; `violations` says what is wrong with them."""
+        self._criteria = {str(each.get("name", "")): each for each in criteria}
+        self._is_one_score = is_one_score(criteria)
+        self._num_given, self._reply, self._pattern = len(criteria), reply, pattern
+        self._scale = tuple(scale)
+        self._grades = {str(name).upper(): float(value) for name, value in (grades or _GRADES).items()}
+
+    def violations(self, setting: str) -> Iterator[Violation]:
+        """What is wrong with the settings; `setting` is where they are."""
+        if not all(self._criteria) or not self._criteria or len(self._criteria) < self._num_given:
+            remedy = "write rubric: [{name: clarity, criterion: ..., weight: 1}]"
+            rule = "must give each criterion a name of its own"
+            yield Violation.of(f"{setting}.rubric", list(self._criteria), rule, remedy)
+        if self._reply not in ("number", "json", "grades"):
+            yield Violation.of(f"{setting}.reply", self._reply, "must be number, json or grades", "write reply: number")
+        if len(self._scale) != 2 or not self._scale[0] < self._scale[1]:
+            rule, remedy = "must be the lowest and the highest number", "write scale: [0, 10]"
+            yield Violation.of(f"{setting}.scale", list(self._scale), rule, remedy)
+        if self._pattern and (problem := self._pattern_problem()):
+            yield Violation.of(f"{setting}.pattern", self._pattern, problem, "write one such as '{name} is (\\d+)'")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest value of `score`."""
+        grades = self._grades.values() if self._reply == "grades" else (0.0, 1.0)
+        weights = [float(each.get("weight", 1.0)) for each in self._criteria.values()]
+        ends = [weight * grade for weight in weights for grade in (min(grades), max(grades))]
+        return min(ends), max(ends)
+
+    def instructions(self) -> str:
+        """Return what a judge is told of criteria and of the form of its reply."""
+        criteria = "\n".join(f"- {name}: {each.get('criterion', name)}" for name, each in self._criteria.items())
+        is_grade = self._reply == "grades"
+        form = "\n".join(f"{name}: {'GRADE' if is_grade else 'NUMBER'}" for name in self._criteria)
+        if self._reply == "json":
+            form = json.dumps({"reasoning": "...", **dict.fromkeys(self._criteria, self._scale[1])})
+        return f"Grade the answer with {self._wanted()} for each of\n{criteria}\n\nEnd your reply with\n{form}"
+
+    def response_format(self) -> dict[str, Any]:
+        """Return the field of a request that asks for an object of the rubric; empty where lines are asked for."""
+        if self._reply != "json":
+            return {}
+        properties = {"reasoning": {"type": "string"}, **{name: {"type": "number"} for name in self._criteria}}
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "grades", "strict": True, "schema": schema}}
+        return {"response_format": form}
+
+    def score(self, reply: str) -> float | dict[str, float]:
+        """Return weight times score, 0 to 1 or as the grades say: one for each criterion, by its name; of a judge without a
+        rubric one number.
+
+        Raises EnvironmentFailed (invalid_reward) naming the first criterion that the reply has no score for.
+        """
+        if self._reply == "json":
+            found = _object_in(reply)
+        else:  # the last line that gives a criterion a value
+            found = {name: (re.findall(self._expression(name), reply) or [None])[-1] for name in self._criteria}
+        scores = {
+            name: float(criterion.get("weight", 1.0)) * self._score(name, found.get(name), reply)
+            for name, criterion in self._criteria.items()
+        }
+        return next(iter(scores.values())) if self._is_one_score else scores
+
+    def _score(self, name: str, value: Any, reply: str) -> float:
+        if self._reply == "grades":
+            if isinstance(value, str) and value.upper() in self._grades:
+                return self._grades[value.upper()]
+        elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            low, high = self._scale
+            try:
+                number = float(value)
+            except (ValueError, OverflowError):
+                number = float("nan")
+            if low <= number <= high:
+                return (number - low) / (high - low)
+        raise invalid_reward(
+            f"judge: its reply has {'nothing' if value is None else repr(value)[:40]} for {name!r}, which must be "
+            f"{self._wanted()}; it ends with {redact_text(reply[-120:])!r}"
+        )
+
+    def _wanted(self) -> str:
+        if self._reply == "grades":
+            return f"one of {', '.join(self._grades)}"
+        return f"a number from {self._scale[0]:g} to {self._scale[1]:g}"
+
+    def _expression(self, name: str) -> str:
+        if self._pattern:
+            return self._pattern.replace("{name}", re.escape(name))
+        letters = "|".join(re.escape(grade) for grade in sorted(self._grades, key=len, reverse=True))
+        value = rf"(?:{letters})(?![\w+-])" if self._reply == "grades" else _NUMBER
+        return rf"(?im)^\W*{re.escape(name)}\W*[:=][\s*_`\"'(]*({value})"
+
+    def _pattern_problem(self) -> str:
+        try:
+            num_groups = re.compile(self._expression(next(iter(self._criteria), ""))).groups
+        except re.error as error:
+            return f"must be a regular expression ({error})"
+        if num_groups != 1:
+            return "must have one group, which is the value"
+        is_ambiguous = len(self._criteria) > 1 and "{name}" not in self._pattern
+        return "must have {name} in it, since there are several criteria" if is_ambiguous else ""
+
+
+def _object_in(text: str) -> dict[str, Any]:
+    """Return the object in a text, fences and words around it left out; empty where there is none."""
+    try:
+        found = parse_json(text[text.index("{") : text.rindex("}") + 1])
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
 
 DECLARED_METRICS = """
 timing/<reward>/{calls,cache_hits,failures} | count | Requests to a judge, answers that it had given before, requests
@@ -100,7 +239,7 @@ class Judge(HeldReward):
                 judged, and how to reply) and columns of the row, as `reward_spec.ground_truth` what is inside one.
             system: The system message; empty is none.
             rubric: Criteria, `{name, criterion, weight}` each; a weight is 1 unless given.
-            reply: How scores stand in a reply: `number`, `grades` or `json` (`rubric.py`).
+            reply: How scores stand in a reply: `number`, `grades` or `json` (see the head).
             pattern: A regular expression in place of `number`'s and `grades`' lines: its one group is the value, `{name}`
                 stands for the criterion's name, the last match counts.
             scale: Lowest and highest number, which become 0 and 1.
@@ -123,12 +262,12 @@ class Judge(HeldReward):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, completion: str, **columns: Any) -> float | dict[str, float]:
-        """Return the rubric's score of a completion. Raises Broken where there is none."""
+        """Return the rubric's score of a completion. Raises EnvironmentFailed where there is none."""
         self._connect()
         try:
             messages = self._messages({**columns, "completion": completion})
             return self._rubric.score(await self._reply_to(messages))
-        except Broken:
+        except EnvironmentFailed:
             self._counts.failures += 1
             raise
 
@@ -151,7 +290,7 @@ class Judge(HeldReward):
 
     def missing_column(self, columns: Mapping[str, Any]) -> str:
         """Return the first field of the template that a row with these columns lacks; empty where it has all."""
-        return next((name for name in self._fields() if name not in _GIVEN and _find(columns, name) is None), "")
+        return next((name for name in self._fields() if name not in _GIVEN and column_in(columns, name) is None), "")
 
     async def problem(self) -> str:
         """Return why the server cannot judge, in one line; empty where it answers and has the model, or lists none."""
@@ -188,9 +327,9 @@ class Judge(HeldReward):
     def _messages(self, columns: Mapping[str, Any]) -> list[dict[str, str]]:
         given, parts = {**columns, "instructions": self._rubric.instructions()}, []
         for literal, name, _, _ in string.Formatter().parse(self._template):
-            value = "" if name is None else _find(given, name)
+            value = "" if name is None else column_in(given, name)
             if value is None:
-                raise Broken(FailureKind.INVALID_REWARD, f"judge: the row has no {name!r}, which its template names")
+                raise invalid_reward(f"judge: the row has no {name!r}, which its template names")
             parts += [literal, as_text(value)]
         user = {"role": "user", "content": "".join(parts)}
         return [{"role": "system", "content": self._system}, user] if self._system else [user]
@@ -231,9 +370,9 @@ class Judge(HeldReward):
             self._rubric.score(reply)  # one without a score is not kept
             return await asyncio.to_thread(self._cache.put, key, reply)
         except DeadlineError as error:
-            raise Broken(FailureKind.ENVIRONMENT_TIMEOUT, redact_text(str(error))) from None
+            raise EnvironmentFailed(FailureKind.ENVIRONMENT_TIMEOUT, redact_text(str(error))) from None
         except (EngineError, sqlite3.Error, OSError) as error:
-            raise Broken(FailureKind.ENVIRONMENT_ERROR, redact_text(str(error))) from None
+            raise environment_error(redact_text(str(error))) from None
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Return the text of one chat completion. Raises EngineError, DeadlineError."""
@@ -316,11 +455,3 @@ def as_text(value: Any) -> str:
     if isinstance(value, Sequence) and value and all(isinstance(each, Mapping) and "role" in each for each in value):
         return "\n".join(f"{each['role']}: {as_text(each.get('content') or '')}" for each in value)
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _find(columns: Mapping[str, Any], name: str) -> Any:
-    """Return the column `a`, or what is inside it at `a.b`; None where there is nothing."""
-    value: Any = columns
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import httpx
 
 from skyrl_train.errors import EngineError, SkyrlTrainError, Violation
-from skyrl_train.rollout.http.replies import (
+from skyrl_train.rollout.http import (
     address_violations,
     ask_until_answered,
     client_arguments,
@@ -95,7 +95,7 @@ class RewardModel(HeldReward):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """As `range` says."""
+        """The lowest and the highest score, as the setting `range` says."""
         low, high = self._range
         return float(low), float(high)
 

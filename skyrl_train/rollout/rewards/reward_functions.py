@@ -1,6 +1,12 @@
 """Reward functions where they run: what they are, what they need, and one call of one.
 
-Nothing here checks what a function returned: `rollout/boundary/session.py` does, on both sides of a worker's connection.
+Nothing here checks what a function returned: `rollout/boundary` does, on both sides of a worker's connection. Functions of
+TRL's and verl's signatures are told by their parameters, and called as those trainers call them:
+
+    TRL     f(prompts, completions, **columns) -> list       a list for each argument, None where a reward does not apply
+    verl    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float, or {"score": float, ...}
+
+Source: TRL 1.16, `GRPOTrainer._calculate_rewards`; verl 0.9.1, `NaiveRewardManager.run_single`.
 """
 
 from __future__ import annotations
@@ -13,24 +19,82 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.parts import REWARDS
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
+from skyrl_train.rollout.boundary import numbers_only
 from skyrl_train.rollout.rewards import HeldReward
-from skyrl_train.rollout.rewards.peer_rewards import (
-    OF_TRL,
-    OF_VERL,
-    Convention,
-    convention_of,
-    peer_answer,
-    trl_arguments,
-    verl_arguments,
-)
 from skyrl_train.system import install_command
 from skyrl_train.system.sandbox import sandbox
 from skyrl_train.types import ChatMessage
+
+Convention = Literal["own", "trl", "verl"]
+"""Whose way of calling a reward function has."""
+SCORE = "score"
+"""The key of what verl's functions return that is the reward; others are reported."""
+OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What TRL passes beside the columns."""
+OF_VERL = ("solution_str", "extra_info")
+"""What verl makes beside the columns."""
+
+
+def trl_arguments(
+    prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], *, as_text: bool | None
+) -> dict[str, Any]:
+    """Return all that TRL passes: one entry a sample for each column.
+
+    Args:
+        prompt: The row's columns with `prompt` (messages), `prompt_is_text` and `global_step`.
+        samples: Facts of each trajectory, with `completion_ids`.
+        as_text: Whether prompts and completions are texts rather than messages, where annotations say so; None is as in
+            the row.
+    """
+    given_as_text = prompt["prompt_is_text"] if as_text is None else as_text
+    last_user = next((m["content"] for m in reversed(prompt["prompt"]) if m.get("role") == "user"), "")
+    columns = {name: value for name, value in prompt.items() if name not in ("prompt", "prompt_is_text", "global_step")}
+    return {
+        **{name: [value] * len(samples) for name, value in columns.items()},
+        "prompts": [last_user if given_as_text else prompt["prompt"]] * len(samples),
+        "completions": [one["completion" if given_as_text else "completion_messages"] for one in samples],
+        "completion_ids": [one["completion_ids"] for one in samples],
+        "trainer_state": None if prompt["global_step"] is None else SimpleNamespace(global_step=prompt["global_step"]),
+        "log_extra": _not_logged,
+        "log_metric": _not_logged,
+    }
+
+
+def verl_arguments(prompt: Mapping[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row's columns and what verl makes of a trajectory: the text of all that followed the prompt."""
+    model, told = prompt.get("reward_model"), prompt.get("extra_info")
+    texts = [message["content"] for message in sample["completion_messages"] if isinstance(message["content"], str)]
+    found = {
+        **prompt,
+        "solution_str": "\n".join(texts),
+        "extra_info": {**(told if isinstance(told, Mapping) else {}), "num_turns": sample["num_turns"]},
+    }
+    if isinstance(model, Mapping) and "ground_truth" in model:
+        found["ground_truth"] = model["ground_truth"]
+    return found
+
+
+def peer_answer(convention: Convention, answer: Any) -> Any:
+    """Return what such a function returned as `check_scores` takes it: TRL's arrays and generators as lists, and of a
+    mapping of verl's the score with the numbers beside it."""
+    if convention == "verl" and isinstance(answer, Mapping):
+        others = {name: value for name, value in answer.items() if name != SCORE}
+        return {**({SCORE: answer[SCORE]} if SCORE in answer else {}), **numbers_only(others)}
+    if convention == "trl" and not isinstance(answer, (str, Mapping)):
+        as_list = answer.tolist() if hasattr(answer, "tolist") else answer
+        return list(as_list) if hasattr(as_list, "__iter__") else as_list
+    return answer
+
+
+def _not_logged(*_: object) -> None:
+    """What TRL's functions log beside their rewards is kept nowhere."""
+
 
 Form = Literal["each", "batched", "group"]
 """What a function is called with: one trajectory, several, or all of a prompt."""
@@ -51,7 +115,7 @@ class RewardFacts:
     columns: tuple[str, ...]
     """Columns of the data that it cannot be called without."""
     convention: Convention = "own"
-    """Whose signature it has."""
+    """Whose trainer's signature the function has."""
     range: tuple[float, float] | None = None
     """The lowest and the highest value that it declares; None where it declares none."""
     counts: tuple[str, ...] = ()
@@ -148,12 +212,13 @@ def reward_violations(spec: PartSpec, setting: str) -> list[Violation]:
                 remedy = f"{type(error).__name__}: {error}"
                 return [Violation.of(setting, arguments, f"must be what {target} takes", remedy)]
         arguments = {}
-    return list(_signature_violations(_own_parameters(part), arguments, setting, target, _form(part)))
+    return list(_signature_violations(_signature(part), arguments, setting, target))
 
 
 def _signature_violations(
-    parameters: Sequence[inspect.Parameter], arguments: Mapping[str, Any], setting: str, target: str, form: Form
+    called: _Signature, arguments: Mapping[str, Any], setting: str, target: str
 ) -> Iterator[Violation]:
+    parameters, form = called.parameters, called.form
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     signature = f"{target}({', '.join(str(one).partition(':')[0] for one in parameters)})"
@@ -175,13 +240,14 @@ def reward_facts(spec: PartSpec) -> RewardFacts:
     """Return the facts of a reward that has no violations."""
     target, arguments = split_spec(spec)
     part = _part(target, REWARDS.setting)
+    signature = _signature(part)
     bound = set() if inspect.isclass(part) else set(arguments)
     columns = [
         one.name
-        for one in _own_parameters(part)
+        for one in signature.parameters
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.default is one.empty
     ]
-    form, convention = _form(part), _convention(part)
+    form, convention = signature.form, signature.convention
     of_peers = {"own": (), "trl": OF_TRL, "verl": OF_VERL}[convention]
     given = {*_GIVEN, *bound, *(PLURALS if form != "each" else ()), *of_peers}
     # Those of ours that are held say it of their settings; nothing else is made for it.
@@ -205,7 +271,9 @@ def call_reward(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Map
     """
     score = reward_function(spec)
     answer = score(**_named(score, prompt, samples))
-    return peer_answer(_convention(score), asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer)
+    if inspect.isawaitable(answer):
+        answer = asyncio.run(_awaited(answer))
+    return peer_answer(_signature(score).convention, answer)
 
 
 async def call_reward_here(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> object:
@@ -223,12 +291,15 @@ def _named(
     score: Callable[..., Any], prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the arguments that the function's signature names, in the form that it takes."""
-    form, parameters = _form(score), {one.name: one for one in _parameters(score)}
-    hints, convention = _hints(score), _convention(score)
+    signature = _signature(score)
+    form, hints, convention = signature.form, signature.hints, signature.convention
+    parameters = {one.name: one for one in signature.parameters}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     of_each = [_as_annotated({**prompt, **sample}, hints, several=form != "each") for sample in samples]
     if convention == "trl":
-        given = trl_arguments(prompt, samples, as_text=_as_text(hints.get("completions")))
+        hint = hints.get("completions")
+        as_text = False if _is_list(hint, 2) else True if hint == list[str] else None
+        given = trl_arguments(prompt, samples, as_text=as_text)
     elif convention == "verl":
         given, takes_any = verl_arguments(prompt, samples[0]), False
     elif form == "each":
@@ -255,11 +326,6 @@ def _as_annotated(facts: dict[str, Any], hints: Mapping[str, Any], *, several: b
     }
 
 
-def _as_text(hint: Any) -> bool | None:
-    """Whether an annotation of several completions says that each is a text; None where it says nothing."""
-    return False if _is_list(hint, 2) else True if hint == list[str] else None
-
-
 def _is_list(hint: Any, depth: int) -> bool:
     """Whether an annotation is a list of lists ... `depth` deep."""
     for _ in range(depth):
@@ -270,39 +336,34 @@ def _is_list(hint: Any, depth: int) -> bool:
     return True
 
 
-def _form(part: Any) -> Form:
-    """Return the form of a function, with or without arguments bound, of a class or of an object of it."""
-    return _declared_form(part) or ("batched" if _convention(part) == "trl" else "each")
+@dataclass(frozen=True)
+class _Signature:
+    """What a reward is called with: a function, with or without arguments bound, a class, or an object of one."""
+
+    parameters: Sequence[inspect.Parameter]
+    form: Form
+    convention: Convention
+    """By its parameters' names; one with a decorator is written for this package."""
+    hints: Mapping[str, Any]
+    """Annotations; none where their names cannot be found."""
 
 
-def _convention(part: Any) -> Convention:
-    """Return whose signature a reward has; one with a decorator is written for this package."""
-    return "own" if _declared_form(part) else convention_of([one.name for one in _own_parameters(part)])
-
-
-def _declared_form(part: Any) -> Form | None:
-    part = part.func if isinstance(part, functools.partial) else part
-    called = part if inspect.isroutine(part) else (part if inspect.isclass(part) else type(part)).__call__
+def _signature(part: Any) -> _Signature:
+    inner = part.func if isinstance(part, functools.partial) else part
+    called = inner if inspect.isroutine(inner) else (inner if inspect.isclass(inner) else type(inner)).__call__
     form: Form | None = getattr(called, "reward_form", None)
-    return form
-
-
-def _own_parameters(part: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return those of a function, or of what a class's objects are called with."""
-    return _parameters(part.__call__)[1:] if inspect.isclass(part) else _parameters(part)
-
-
-def _parameters(part: Callable[..., Any]) -> list[inspect.Parameter]:
+    convention: Convention = "own"
     try:
-        return list(inspect.signature(part).parameters.values())
+        given = inspect.signature(part.__call__ if inspect.isclass(part) else part).parameters.values()
     except (TypeError, ValueError):  # some callables written in C say nothing of their parameters
-        return []
-
-
-def _hints(score: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations; none where their names cannot be found."""
-    part = score.func if isinstance(score, functools.partial) else score
+        given = {}.values()
+    parameters = list(given)[1 if inspect.isclass(part) else 0 :]
+    names = {one.name for one in parameters}
+    if form is None and "completion" not in names:
+        convention = "trl" if "completions" in names else "verl" if "solution_str" in names else "own"
     try:
-        return typing.get_type_hints(part if inspect.isroutine(part) else type(part).__call__)
+        hints = typing.get_type_hints(called)
     except Exception:
-        return {}
+        hints = {}
+    form = form or ("batched" if convention == "trl" else "each")
+    return _Signature(parameters, form, convention, hints)

@@ -14,8 +14,8 @@ from pathlib import Path
 from skyrl_train.errors import ConfigError, DataError, EngineError, Violation, counted
 from skyrl_train.images import ImageSpan, ImageSpans
 from skyrl_train.rollout.checked_engine import check_failures, checked_trajectory
-from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import FILE, batch_places, read_group
+from skyrl_train.rollout.stream.stream import distinct, rollouts_of
 from skyrl_train.telemetry.records import read_facts, read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
@@ -97,7 +97,7 @@ class ReplayGenerator:
 
     @property
     def num_steps(self) -> int:
-        """Recorded training steps."""
+        """Training steps that the recording has."""
         return len(self._steps)
 
     @property

@@ -32,13 +32,48 @@ from skyrl_train.rollout.admission import (
     Admission,
     AdmissionSettings,
     Closed,
-    Settled,
+    ConsumedPrompts,
 )
 from skyrl_train.rollout.checked_engine import check_failures
 from skyrl_train.rollout.generator import ProgressCallback, RolloutGenerator
-from skyrl_train.rollout.groups import Group, distinct, mean_length, rollouts_of
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
+
+Group = tuple[Prompt, tuple[Trajectory, ...]]
+"""A prompt with all its samples."""
+
+
+def rollouts_of(groups: Sequence[Group], n_samples_per_prompt: int) -> RolloutBatch:
+    """Return the groups as a batch."""
+    return RolloutBatch(
+        prompts=tuple(prompt for prompt, _ in groups),
+        trajectories=tuple(trajectory for _, group in groups for trajectory in group),
+        n_samples_per_prompt=n_samples_per_prompt,
+    )
+
+
+def distinct(groups: Sequence[Group]) -> list[Group]:
+    """Return groups of prompts of different uids: a prompt that comes again, in the epoch after, is called `UID#copy1`. Two
+    groups under one uid would be one to whatever compares the samples of a prompt."""
+    seen: Counter[str] = Counter()
+    found: list[Group] = []
+    for prompt, group in groups:
+        number = seen[prompt.uid]
+        seen[prompt.uid] += 1
+        uid = f"{prompt.uid}#copy{number}" if number else prompt.uid
+        found.append((replace(prompt, uid=uid), tuple(replace(one, prompt_uid=uid) for one in group)))
+    return found
+
+
+def mean_length(groups: Sequence[Group]) -> float:
+    """Return how many tokens were sampled in a trajectory, in the mean; 0 where there are none that did not fail."""
+    lengths = [
+        sum(len(turn.response_token_ids) for turn in one.turns)
+        for _, group in groups
+        for one in group
+        if not one.failed
+    ]
+    return math.fsum(lengths) / len(lengths) if lengths else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +84,7 @@ class StreamSettings:
     n_samples_per_prompt: int
     sampling: SamplingParams
     max_failed_fraction: float
-    """`environment.max_failed_fraction`, of a batch."""
+    """Most trajectories of a batch that may fail, as a fraction: `environment.max_failed_fraction`."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     """With `dynamic_sampling=filter` a group is discarded whose samples have equal rewards; with `replace` a batch has
     copies of others in its place, which `admission` says as well."""
@@ -64,7 +99,7 @@ class Taken:
     rollouts: RolloutBatch
     everything: RolloutBatch
     """The groups of `rollouts`, then those that had finished and were discarded since the batch before."""
-    settled: Settled
+    settled: ConsumedPrompts
     """The prompts that are trained on, this batch included, or dropped."""
     metrics: Mapping[str, float]
     """`stream/...`, `engines/...`, `timing/group/...` and `timing/wait/...`."""
@@ -112,7 +147,7 @@ class RolloutStream:
         self._idle_s, self._idle_since = 0.0, 0.0
         """Seconds without any group in flight, and when they began."""
 
-    def begin(self, *, version: int, settled: Settled) -> None:
+    def begin(self, *, version: int, settled: ConsumedPrompts) -> None:
         """Have groups begin. The engine has the weights of `version`, which is also the number of finished steps."""
         self._generator.thread.run(self._begin(version, settled))
 
@@ -141,7 +176,7 @@ class RolloutStream:
             self._generator.thread.run(self._end())
         self._journal.close()
 
-    async def _begin(self, version: int, settled: Settled) -> None:
+    async def _begin(self, version: int, settled: ConsumedPrompts) -> None:
         self._admission = Admission(settings=self._settings.admission, version=version, settled=settled)
         self._idle_since = time.monotonic()
         self._journal.resume(version, settled)
@@ -149,7 +184,7 @@ class RolloutStream:
             self._chosen = {
                 position: self._curriculum.named(uids)
                 for position, uids in self._journal.chosen.items()
-                if position >= settled.frontier // self._settings.admission.batch_size
+                if position >= settled.watermark // self._settings.admission.batch_size
             }
             self._journal.chosen.clear()
         self._go_on()
@@ -168,6 +203,7 @@ class RolloutStream:
             self._is_restored = True
             for ordinal, began_at in sorted(self._journal.started.items()):
                 if not self._rules.settled.holds(ordinal):
+                    # The journal may be ahead of the checkpoint: no group begins at a version that is not reached yet.
                     self._rules.restore(ordinal, min(began_at, version))
                     self._start(ordinal)
         self._start_groups()
@@ -179,11 +215,13 @@ class RolloutStream:
             version = self._rules.version
             if (known := self._journal.batches.get(version)) is not None:
                 self._rules.retake(known)
+                # Those that were stale never finished, so that the journal has no samples of them.
                 finished = [ordinal for ordinal, reason in known.dropped.items() if reason != STALE]
                 self._results.update({ordinal: self._recorded(ordinal) for ordinal in (*known.trained, *finished)})
                 return self._batch(known)
             if (closed := self._rules.close()) is not None:
                 taken = self._batch(closed)
+                # A batch that was trained on and is not in the journal would be another one after a kill.
                 await self._journal.keep_batch(version, closed)
                 return taken
             self._start_groups()  # in the places of those of a batch that was rejected
@@ -193,7 +231,9 @@ class RolloutStream:
                     f"{self._journal.path}: the groups in it are none of this run at version {version}: no batch can be "
                     "made of them. Start over with trainer.resume_mode=none"
                 )
-            self._report()
+            if self._on_progress is not None:
+                size = self._settings.admission.batch_size
+                self._on_progress(min(self._rules.num_ready, size), size)
             self._changed.clear()
             await self._changed.wait()
 
@@ -214,7 +254,10 @@ class RolloutStream:
         while (ordinal := self._rules.start()) is not None:
             self._journal.begin(ordinal, self._rules.version)
             self._start(ordinal)
-        self._count_idle()
+        now = time.monotonic()
+        if self._idle_since:
+            self._idle_s += now - self._idle_since
+        self._idle_since = 0.0 if self._rules.num_in_flight else now
 
     def _start(self, ordinal: int) -> None:
         self._clocks[ordinal] = _Clock(time.monotonic())
@@ -333,6 +376,7 @@ class RolloutStream:
 
     def _batch(self, closed: Closed) -> Taken:
         """Raises SkyrlTrainError as `take` does."""
+        # Those that were dropped in flight would go on to take the engine's time.
         for ordinal in closed.dropped:
             if (task := self._tasks.pop(ordinal, None)) is not None:
                 task.cancel()
@@ -348,11 +392,12 @@ class RolloutStream:
             **self._journal.take_counts(),
         }
         settled = self._rules.settled
-        first = settled.frontier // self._settings.admission.batch_size
+        first = settled.watermark // self._settings.admission.batch_size
         self._chosen = {position: chosen for position, chosen in self._chosen.items() if position >= first}
         if self._is_restored:
             self._start_groups()
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0
+        # What was discarded counts, too: else a run could go on with filters that drop all that fails.
         trajectories = everything.trajectories
         check_failures(trajectories, len(trajectories), limit=self._settings.max_failed_fraction)
         rollouts = rollouts_of(distinct([trained[ordinal] for ordinal in closed.ordinals]), n_samples)
@@ -375,14 +420,3 @@ class RolloutStream:
             name = "stream/response_length"
             metrics |= {f"{name}/taken": mean_length(taken), f"{name}/surplus": surplus}
         return metrics
-
-    def _count_idle(self) -> None:
-        now = time.monotonic()
-        if self._idle_since:
-            self._idle_s += now - self._idle_since
-        self._idle_since = 0.0 if self._rules.num_in_flight else now
-
-    def _report(self) -> None:
-        if self._on_progress is not None:
-            size = self._settings.admission.batch_size
-            self._on_progress(min(self._rules.num_ready, size), size)

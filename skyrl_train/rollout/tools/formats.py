@@ -67,7 +67,10 @@ def _by_response_template(text: str, schemas: Sequence[Schema], *, tokenizer: An
 def hermes(text: str) -> Iterator[ToolCall]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
     for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL):
-        yield _from_json(body)
+        try:
+            yield call_from_value(json.loads(body))
+        except ValueError as error:
+            yield _malformed(body, str(error))
 
 
 def llama3_json(text: str) -> Iterator[ToolCall]:
@@ -183,13 +186,6 @@ def format_of(tokenizer: Tokenizer) -> str | None:
     templates = tokenizer.chat_template
     text = "".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
     return next((name for mark, name in _MARKS.items() if mark in text), None)
-
-
-def _from_json(text: str) -> ToolCall:
-    try:
-        return call_from_value(json.loads(text))
-    except ValueError as error:
-        return _malformed(text, str(error))
 
 
 def _from_text(name: str, arguments: str) -> ToolCall:

@@ -181,10 +181,10 @@ class _Connection:
         self._client: Any = None
         self._errors = _ErrorLog()
         learn_secrets(settings["env"])
-        self._closing = asyncio.Event()
         self._ready: concurrent.futures.Future[list[Schema]] = concurrent.futures.Future()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(settings,), name=f"mcp {name}", daemon=True)
+        self._serving = self._loop.create_task(self._serve(settings))
+        self._thread = threading.Thread(target=self._run, name=f"mcp {name}", daemon=True)
         self._thread.start()
         try:
             self.schemas = self._ready.result(timeout_s)
@@ -225,7 +225,7 @@ class _Connection:
     def begin_close(self) -> None:
         """Have the server end, without waiting for it."""
         with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self._loop.call_soon_threadsafe(self._closing.set)
+            self._loop.call_soon_threadsafe(self._serving.cancel)
 
     def close(self) -> None:
         """End the server, in bounded time."""
@@ -239,11 +239,11 @@ class _Connection:
             coroutine.close()
             raise ToolUnavailable(f"the server {self._name} has ended") from error
 
-    def _run(self, settings: Mapping[str, Any]) -> None:
+    def _run(self) -> None:
         hear = functools.partial(self._errors.hear, threading.get_ident())
         _CLIENT_LOG.addFilter(hear)
         try:
-            self._loop.run_until_complete(self._until_closed(settings))
+            self._loop.run_until_complete(self._serving)
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
@@ -251,14 +251,6 @@ class _Connection:
             _CLIENT_LOG.removeFilter(hear)
             self._errors.file.close()
             self._loop.close()
-
-    async def _until_closed(self, settings: Mapping[str, Any]) -> None:
-        serving = asyncio.ensure_future(self._serve(settings))
-        closing = asyncio.ensure_future(self._closing.wait())
-        await asyncio.wait((serving, closing), return_when=asyncio.FIRST_COMPLETED)
-        closing.cancel()
-        serving.cancel()
-        await serving
 
     async def _serve(self, settings: Mapping[str, Any]) -> None:
         from mcp import Client, StdioServerParameters
@@ -277,7 +269,9 @@ class _Connection:
             schemas: list[Schema] = []
             page = await client.list_tools()
             while True:
-                schemas += [_schema(tool) for tool in page.tools]
+                for tool in page.tools:
+                    about = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                    schemas.append({"type": "function", "function": about})
                 if not page.next_cursor:
                     break
                 page = await client.list_tools(cursor=page.next_cursor)
@@ -304,11 +298,6 @@ def _part(block: Any) -> dict[str, str]:
     if block.type == "image":
         return {"type": "image", "image": f"data:{block.mime_type};base64,{block.data}"}
     return {"type": "text", "text": block.text if block.type == "text" else f"[{block.type}]"}
-
-
-def _schema(tool: Any) -> Schema:
-    described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": described}
 
 
 def _innermost(error: BaseException) -> str:

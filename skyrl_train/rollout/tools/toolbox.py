@@ -87,7 +87,7 @@ class Toolbox:
         chosen = [tool for index, spec in enumerate(specs) for tool in self._make(spec, f"{TOOLS.setting}[{index}]")]
         own = [as_tool(each, type(environment).__name__) for each in _tools_of(environment) or ()]
         self.own_schemas = [tool.schema() for tool in own]
-        """Of the environment's tools."""
+        """Schemas of the environment's own tools."""
         self._chosen = chosen
         self._tools: dict[str, Tool] = {}
         for tool in (*chosen, *own):

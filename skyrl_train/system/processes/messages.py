@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_FRAME_BYTES = 64 << 20
-"""Of one message; what an environment may say in one answer is far less (`boundary/session.py: MAX_CHARACTERS`)."""
+"""Of one message; what an environment may say in one answer is far less (`rollout/boundary: MAX_CHARACTERS`)."""
 _LENGTH = struct.Struct("!I")
 
 

@@ -21,7 +21,7 @@ from skyrl_train.algorithms import EntropyControllerState, KLControllerState, in
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.registry import code_digests
-from skyrl_train.rollout import Settled
+from skyrl_train.rollout import ConsumedPrompts
 from skyrl_train.system import DISTRIBUTION
 from skyrl_train.system.files import finite_number, read_json, shown, whole_number, write_json
 from skyrl_train.telemetry import STATE_FILE as STATE_FILE
@@ -93,7 +93,7 @@ class LoopState:
     """The weight of the entropy bonus."""
     solve_rates: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Of the curriculum (`data/curriculum.py`): by prompt, the estimate and the step that tried it last."""
-    settled: Settled | None = None
+    settled: ConsumedPrompts | None = None
     """Prompts that need not come again, where a stream of rollouts may train on them in another order; None elsewhere."""
 
     @staticmethod
@@ -129,7 +129,8 @@ class TrainerState(LoopState):
 
     def write(self, folder: Path) -> None:
         """Writes `trainer_state.json` into a checkpoint."""
-        write_json(folder / STATE_FILE, {"format": FORMAT, **dataclasses.asdict(self)})
+        settled = None if self.settled is None else self.settled.to_json()
+        write_json(folder / STATE_FILE, {"format": FORMAT, **dataclasses.asdict(self), "settled": settled})
 
     @staticmethod
     def read(folder: Path) -> TrainerState:
@@ -169,7 +170,9 @@ def _decoded(content: Mapping[str, Any]) -> TrainerState:
         kl_controller=KLControllerState.from_json({"coef": finite_number(kl, "coef")}),
         entropy_controller=EntropyControllerState.from_json({**entropy, "coef": finite_number(entropy, "coef")}),
         solve_rates=_solve_rates(content["solve_rates"]),
-        settled=None if content["settled"] is None else Settled.from_json(_entries(content["settled"], "settled")),
+        settled=None
+        if content["settled"] is None
+        else ConsumedPrompts.from_json(_entries(content["settled"], "settled")),
         config=_entries(content["config"], "config"),
         versions=versions,
     )

@@ -15,7 +15,7 @@ import torch
 from skyrl_train.config.models import HTTPConfig
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.http import HTTPEngine
-from skyrl_train.rollout.http import replies as http_reply
+from skyrl_train.rollout import http as http_reply
 from skyrl_train.runs.construction import sync_within_process
 from skyrl_train.types import GenerationRequest, SamplingParams, StopReason
 from skyrl_train.weights import stored_weights

@@ -17,7 +17,7 @@ from skyrl_train.config.models import HTTPConfig
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference import http
 from skyrl_train.inference.http import HTTPEngine
-from skyrl_train.rollout.http import replies as http_reply
+from skyrl_train.rollout import http as http_reply
 from skyrl_train.types import GenerationRequest, SamplingParams
 
 REQUEST = GenerationRequest(

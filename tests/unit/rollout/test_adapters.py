@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from skyrl_train.rollout.boundary.session import Broken, StepResult, check_step
+from skyrl_train.rollout.boundary import EnvironmentFailed, StepResult, check_step
 from skyrl_train.rollout.envs.environments import (
     environment_violations,
     is_asynchronous,
@@ -212,7 +212,7 @@ def test_a_session_of_openenv_goes_from_reset_to_its_end(server: str) -> None:
     assert (wrong.reward, wrong.done, wrong.observations[0]["content"]) == (0.0, False, "wrong")
     assert (right.reward, right.done, right.observations[0]["content"]) == (1.0, True, "right")
     assert (steps[0].reward, steps[0].done) == (1.0, True)
-    with pytest.raises(Broken, match="RuntimeError: Server error: the server's own"):
+    with pytest.raises(EnvironmentFailed, match="RuntimeError: Server error: the server's own"):
         played(spec, [{}], ["fail"])
     no_field, no_server = violations_in_process([{**spec, "observation": "text"}, "openenv:http://127.0.0.1:9"], PYTHON)
     assert str(no_field) == (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.admission import Admission, AdmissionSettings, Closed, Settled
+from skyrl_train.rollout.admission import Admission, AdmissionSettings, Closed, ConsumedPrompts
 
 STRAGGLER_STEPS = 50.0
 """Steps of the learner that a straggler takes."""
@@ -21,7 +22,7 @@ def make(
     max_staleness: int = 1,
     total_batches: int = 100,
     version: int = 0,
-    settled: Settled | None = None,
+    settled: ConsumedPrompts | None = None,
     **changes: Any,
 ) -> Admission:
     settings: dict[str, Any] = {"stale_groups": "wait", **changes}
@@ -30,7 +31,7 @@ def make(
             batch_size=batch_size, max_staleness=max_staleness, total_batches=total_batches, **settings
         ),
         version=version,
-        settled=settled or Settled(),
+        settled=settled or ConsumedPrompts(),
     )
 
 
@@ -92,7 +93,7 @@ def test_a_group_that_is_due_is_dropped_where_batches_do_not_wait() -> None:
     start_all(admission)
     admission.finish(2)
     assert admission.close() == Closed(ordinals=(2,), dropped={0: "stale"})
-    assert admission.settled == Settled(frontier=3)
+    assert admission.settled == ConsumedPrompts(watermark=3)
     assert start_all(admission) == [3]
 
 
@@ -204,7 +205,7 @@ def test_copies_of_groups_that_teach_stand_in_turn_in_the_places_of_those_that_d
     closed = admission.close()
     assert closed == Closed(ordinals=(1, 1, 3, 3, 1), dropped={0: "filtered", 2: "failed", 4: "filtered"})
     assert closed.trained == (1, 3)
-    assert admission.settled == Settled(frontier=5)
+    assert admission.settled == ConsumedPrompts(watermark=5)
     admission.publish(1)
     assert start_all(admission) == [10, 11, 12, 13, 14]
 
@@ -250,12 +251,12 @@ def test_what_a_run_before_had_rejected_is_surplus_where_it_is_of_use_now() -> N
 
 
 def test_a_resumed_run_begins_with_the_prompts_that_are_not_settled() -> None:
-    admission = make(batch_size=2, version=3, settled=Settled(frontier=4, beyond=(6, 7)))
+    admission = make(batch_size=2, version=3, settled=ConsumedPrompts(watermark=4, beyond=(6, 7)))
     assert start_all(admission) == [4, 5, 8, 9]
 
 
 def test_a_group_of_a_run_before_is_due_when_it_was() -> None:
-    admission = make(version=1, settled=Settled(frontier=1))
+    admission = make(version=1, settled=ConsumedPrompts(watermark=1))
     admission.restore(1, 0)
     assert start_all(admission) == [2]
     admission.finish(2)
@@ -267,7 +268,7 @@ def test_a_group_of_a_run_before_is_due_when_it_was() -> None:
 def test_a_batch_of_a_run_before_is_closed_again() -> None:
     admission = make()
     admission.retake(Closed(ordinals=(1,), dropped={0: "stale"}))
-    assert admission.settled == Settled(frontier=2)
+    assert admission.settled == ConsumedPrompts(watermark=2)
     with pytest.raises(ValueError, match="batch 0 is closed"):
         admission.close()
     admission.publish(1)
@@ -275,9 +276,9 @@ def test_a_batch_of_a_run_before_is_closed_again() -> None:
 
 
 def test_a_prompt_is_settled_once() -> None:
-    settled = Settled().plus(1, 2)
-    assert settled == Settled(frontier=0, beyond=(1, 2))
-    assert settled.plus(0) == Settled(frontier=3)
+    settled = ConsumedPrompts().plus(1, 2)
+    assert settled == ConsumedPrompts(watermark=0, beyond=(1, 2))
+    assert settled.plus(0) == ConsumedPrompts(watermark=3)
     with pytest.raises(ValueError, match="prompt 2 of the order is settled already"):
         settled.plus(2)
     with pytest.raises(ValueError, match="prompt 1 of the order is settled already"):
@@ -298,11 +299,14 @@ def test_a_prompt_is_settled_once() -> None:
 )
 def test_what_is_no_record_of_settled_prompts_is_refused(content: dict[str, Any], entry: str) -> None:
     with pytest.raises(ValueError, match=f"^{entry}"):
-        Settled.from_json(content)
+        ConsumedPrompts.from_json(content)
 
 
 def test_a_record_of_settled_prompts_is_read_back() -> None:
-    assert Settled.from_json({"frontier": 2, "beyond": [4, 9]}) == Settled(frontier=2, beyond=(4, 9))
+    content = {"frontier": 2, "beyond": [4, 9]}  # as checkpoints of before have it
+    read = ConsumedPrompts.from_json(content)
+    assert read == ConsumedPrompts(watermark=2, beyond=(4, 9))
+    assert ConsumedPrompts.from_json(json.loads(json.dumps(read.to_json()))) == read
 
 
 def test_batches_close_in_order_and_once() -> None:
@@ -348,7 +352,7 @@ class Simulation:
         self.starved_until = 0
         """All groups below this ordinal are filtered: at times those of whole batches."""
 
-    def admission(self, total_batches: int, version: int = 0, settled: Settled | None = None) -> Admission:
+    def admission(self, total_batches: int, version: int = 0, settled: ConsumedPrompts | None = None) -> Admission:
         return make(
             batch_size=self.batch_size,
             max_staleness=self.max_staleness,
@@ -428,11 +432,11 @@ class Simulation:
 
     def check_end(self, admission: Admission) -> None:
         """No prompt is lost: what is settled is what was trained on or dropped, and few wait behind the newest."""
-        settled = {*range(admission.settled.frontier), *admission.settled.beyond}
+        settled = {*range(admission.settled.watermark), *admission.settled.beyond}
         assert settled == self.trained_at.keys() | self.dropped.keys() | admission.dropped.keys()
         assert not self.trained_at.keys() & self.dropped.keys()
         # Fair: within one run of the process groups begin in order, and all are in a batch by its deadline.
-        assert self.began_at.keys() >= set(range(admission.settled.frontier))
+        assert self.began_at.keys() >= set(range(admission.settled.watermark))
 
 
 @pytest.mark.parametrize("seed", range(40))

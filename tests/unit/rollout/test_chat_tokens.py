@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.errors import DataError
-from skyrl_train.rollout.boundary.session import Broken
+from skyrl_train.rollout.boundary import EnvironmentFailed
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.types import FailureKind, Prompt
 from tests.support.fakes import CHATML, make_tokenizer
@@ -131,7 +131,7 @@ def test_the_environment_reads_a_response_without_special_tokens() -> None:
 
 def test_messages_that_the_template_refuses_are_an_invalid_observation() -> None:
     chat = ChatTokens(make_tokenizer(USERS_ONLY))
-    with pytest.raises(Broken, match=r"chat template refused.*no tools") as caught:
+    with pytest.raises(EnvironmentFailed, match=r"chat template refused.*no tools") as caught:
         chat.next_prompt(
             context=chat.first_prompt([QUESTION]),
             response=answer_tokens(IM_END),

@@ -20,7 +20,7 @@ import pytest
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import ConfigError, SkyrlTrainError
-from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession
+from skyrl_train.rollout.boundary import EnvironmentFailed, EnvironmentSession
 from skyrl_train.rollout.envs.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.hosts import local as env_local
@@ -29,7 +29,6 @@ from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.hosts.worker import _load
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEnvironment
 from skyrl_train.system.processes import Frames, frame
 from skyrl_train.telemetry import Activity
 from skyrl_train.telemetry.logs import learn_secrets
@@ -60,7 +59,7 @@ def test_an_environment_whose_worker_was_ended_by_another_goes_on_where_it_was()
         fatal, steady = await started(among, fatal="b"), await started(among)
         said = [(await steady.step("x")).observations[0]["content"]]
         before = (await steady.metrics())["process"]
-        with pytest.raises(Broken) as caught:
+        with pytest.raises(EnvironmentFailed) as caught:
             await fatal.step("b")
         said += [(await steady.step("y")).observations[0]["content"]]
         metrics = await steady.metrics()
@@ -80,7 +79,7 @@ def test_a_step_that_hangs_says_where() -> None:
     async def one() -> str:
         among = environments(timeout_s=0.5)
         hanging = await started(among, slow_s=60.0)
-        with pytest.raises(Broken) as caught:
+        with pytest.raises(EnvironmentFailed) as caught:
             await hanging.step("x")
         await among.aclose()
         return caught.value.message
@@ -101,11 +100,12 @@ def test_what_a_state_says_of_its_process_does_not_keep_an_environment_from_bein
             place,
             {},
             "WithPlace",
-            wrap=lambda handle: JournaledEnvironment(handle, journal, "stream-0-000000-0000"),
+            journal=journal,
+            trajectory="stream-0-000000-0000",
         )
         await steady.start(MESSAGES)
         said = [(await steady.step("x")).observations[0]["content"]]
-        with pytest.raises(Broken):
+        with pytest.raises(EnvironmentFailed):
             await fatal.step("b")
         said += [(await steady.step("y")).observations[0]["content"]]
         await steady.close()
@@ -220,9 +220,9 @@ def test_one_that_answers_otherwise_when_it_is_made_again_fails() -> None:
         among = environments()
         fatal, steady = await started(among, fatal="b"), await started(among, random=True)
         await steady.step("x")
-        with pytest.raises(Broken):
+        with pytest.raises(EnvironmentFailed):
             await fatal.step("b")
-        with pytest.raises(Broken) as caught:
+        with pytest.raises(EnvironmentFailed) as caught:
             await steady.step("y")
         await among.aclose()
         return caught.value.message
@@ -436,7 +436,7 @@ def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monke
         among = ProcessEnvironments(LocalWorkers(settings), num_workers=1, timeout_s=10.0)
         session = EnvironmentSession(among, "printing:Printing", {}, "Printing")
         await session.start(MESSAGES)
-        with pytest.raises(Broken):
+        with pytest.raises(EnvironmentFailed):
             await session.step("x")
         await among.aclose()
 
@@ -453,12 +453,12 @@ def test_waits_for_environments_are_counted_answered_or_not(isolation: str) -> N
             among = ThreadEnvironments(num_workers=1, timeout_s=0.6, around=activity.environment)
         else:
             among = ProcessEnvironments(host, num_workers=1, timeout_s=0.6, around=activity.environment)
-            await among.prepare()
+            await among._host.ready()
         quick, slow = (EnvironmentSession(among, COUNTING, {"slow_s": s}, "Counting") for s in (0.3, 1.5))
         await quick.start(MESSAGES)
         await quick.step("x")
         await slow.start(MESSAGES)
-        with pytest.raises(Broken):
+        with pytest.raises(EnvironmentFailed):
             await slow.step("x")
         await among.aclose()
         return among

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from skyrl_train.rollout.boundary.session import (
+from skyrl_train.rollout.boundary import (
     MAX_CHARACTERS,
-    Broken,
+    EnvironmentFailed,
     EnvironmentSession,
     StepResult,
     check_messages,
     check_step,
+    numbers_only,
     read_answer,
 )
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
-from skyrl_train.rollout.plain_data import numbers_only
 from skyrl_train.types import FailureKind
 from tests.support.environment_cases import ASYNCHRONOUS
 from tests.support.fakes import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
@@ -60,8 +60,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(coroutine)
 
 
-def broken_by(coroutine: Coroutine[Any, Any, Any]) -> Broken:
-    with pytest.raises(Broken) as caught:
+def broken_by(coroutine: Coroutine[Any, Any, Any]) -> EnvironmentFailed:
+    with pytest.raises(EnvironmentFailed) as caught:
         asyncio.run(coroutine)
     return caught.value
 
@@ -126,7 +126,7 @@ def test_a_hung_call_does_not_cost_a_worker() -> None:
     runner = ThreadEnvironments(num_workers=1, timeout_s=0.25)
 
     async def hang_then_play() -> StepResult:
-        with pytest.raises(Broken):
+        with pytest.raises(EnvironmentFailed):
             await play(runner, hang_in="step")
         return await play(runner)
 
@@ -150,11 +150,11 @@ def test_a_hung_environment_does_not_keep_the_interpreter_alive() -> None:
     code = """
 import asyncio, time
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
-from skyrl_train.rollout.boundary.session import Broken
+from skyrl_train.rollout.boundary import EnvironmentFailed
 async def main():
     try:
         await ThreadEnvironments(num_workers=1, timeout_s=0.1).call(lambda: time.sleep(1000), what="step")
-    except Broken as broken:
+    except EnvironmentFailed as broken:
         print(broken.message)
 asyncio.run(main())
 """
@@ -176,7 +176,7 @@ def test_an_environment_is_closed_however_its_episode_ends(extras: dict[str, Any
     async def episode() -> None:
         try:
             await play(ThreadEnvironments(num_workers=2, timeout_s=5), **extras)
-        except Broken:
+        except EnvironmentFailed:
             return
 
     run(episode())
@@ -212,7 +212,7 @@ def test_every_kind_of_number_is_a_reward(reward: object, expected: float) -> No
     "reward", [float("nan"), float("inf"), "1", None, [1.0], {}, 1j, 10**400, 3.5e38, -3.5e38, 1.1e12]
 )
 def test_what_is_not_a_finite_number_is_no_reward(reward: object) -> None:
-    with pytest.raises(Broken, match=r"Env.step returned the reward .*; must be a finite number") as caught:
+    with pytest.raises(EnvironmentFailed, match=r"Env.step returned the reward .*; must be a finite number") as caught:
         check_step(done_with(reward), source="Env.step")
     assert caught.value.kind is FailureKind.INVALID_REWARD
 
@@ -222,14 +222,14 @@ def test_what_is_not_a_finite_number_is_no_reward(reward: object) -> None:
     [None, "Try again", [{"content": "no role"}], ["text"], [{"role": "user"}], [{"role": "user", "content": 3}]],
 )
 def test_what_is_not_a_list_of_chat_messages_is_no_observation(observations: object) -> None:
-    with pytest.raises(Broken) as caught:
+    with pytest.raises(EnvironmentFailed) as caught:
         check_step({"observations": observations, "reward": 0.0, "done": False}, source="Env.step")
     assert caught.value.kind is FailureKind.INVALID_OBSERVATION
 
 
 @pytest.mark.parametrize("done", ["False", "True", 1, 0, None, [], np.array([True])])
 def test_done_is_true_or_false_and_nothing_that_only_counts_as_either(done: object) -> None:
-    with pytest.raises(Broken, match=r"Env.step returned 'done' as .*; must be True or False") as caught:
+    with pytest.raises(EnvironmentFailed, match=r"Env.step returned 'done' as .*; must be True or False") as caught:
         check_step({"observations": [], "reward": 0.0, "done": done}, source="Env.step")
     assert caught.value.kind is FailureKind.ENVIRONMENT_ERROR
 
@@ -251,7 +251,7 @@ def test_numpys_truth_is_a_truth(done: object) -> None:
     ],
 )
 def test_a_message_holds_what_json_and_utf_8_hold(content: object, rule: str) -> None:
-    with pytest.raises(Broken, match=rule) as caught:
+    with pytest.raises(EnvironmentFailed, match=rule) as caught:
         check_messages([{"role": "user", "content": content}], source="Env.step")
     assert caught.value.kind is FailureKind.INVALID_OBSERVATION
 
@@ -259,7 +259,7 @@ def test_a_message_holds_what_json_and_utf_8_hold(content: object, rule: str) ->
 def test_a_message_that_holds_itself_is_refused() -> None:
     content: list[Any] = []
     content.append(content)
-    with pytest.raises(Broken, match="nested more than 32 deep"):
+    with pytest.raises(EnvironmentFailed, match="nested more than 32 deep"):
         check_messages([{"role": "user", "content": content}], source="Env.step")
 
 
@@ -268,7 +268,7 @@ def test_a_message_that_holds_itself_is_refused() -> None:
     [None, [], "x", {}, {"value": 1, "more": 2}, {"failure": "engine_error", "message": "x"}, {"failure": "x"}],
 )
 def test_what_is_no_answer_of_a_host_fails_the_trajectory(answer: object) -> None:
-    with pytest.raises(Broken, match=r"Env.step: its worker sent .*, which is no answer"):
+    with pytest.raises(EnvironmentFailed, match=r"Env.step: its worker sent .*, which is no answer"):
         read_answer(answer, source="Env.step")
 
 
@@ -313,7 +313,7 @@ def test_a_reward_by_name_is_the_sum_of_its_components() -> None:
     ],
 )
 def test_a_component_that_is_no_number_is_no_reward(reward: object, message: str) -> None:
-    with pytest.raises(Broken, match=message) as caught:
+    with pytest.raises(EnvironmentFailed, match=message) as caught:
         check_step(done_with(reward), source="Env.step")
     assert caught.value.kind is FailureKind.INVALID_REWARD
 
@@ -348,7 +348,7 @@ def test_an_asynchronous_call_that_hangs_is_cancelled_and_the_environment_closed
         threads = ThreadEnvironments(num_workers=None, timeout_s=0.2)
         session = EnvironmentSession(threads, ASYNCHRONOUS, {"closed": str(tmp_path / "closed")}, "Slow")
         await session.start(MESSAGES)
-        with pytest.raises(Broken, match=r"Slow.step did not answer within 0.2 s") as caught:
+        with pytest.raises(EnvironmentFailed, match=r"Slow.step did not answer within 0.2 s") as caught:
             await session.step("hang")
         assert caught.value.kind is FailureKind.ENVIRONMENT_TIMEOUT
 
@@ -362,7 +362,7 @@ def test_a_finished_episode_needs_no_observations() -> None:
 
 @pytest.mark.parametrize("output", [None, (1, 2), {"observations": [], "reward": 1.0}])
 def test_a_step_without_its_fields_is_an_environment_error(output: object) -> None:
-    with pytest.raises(Broken) as caught:
+    with pytest.raises(EnvironmentFailed) as caught:
         check_step(output, source="Env.step")
     assert caught.value.kind is FailureKind.ENVIRONMENT_ERROR
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.rollout.boundary.session import Broken, EnvironmentSession
+from skyrl_train.rollout.boundary import EnvironmentFailed, EnvironmentSession
 from skyrl_train.rollout.envs.environments import variables_of
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
@@ -65,7 +65,7 @@ def test_workers_get_the_listed_variables_and_those_that_the_setting_names() -> 
 @pytest.mark.parametrize("action", ["get", "index"])
 def test_a_failure_names_the_variable_that_was_asked_for_and_the_setting(action: str) -> None:
     with pytest.raises(
-        Broken, match=r"; MY_API_KEY is not given to environments: environment.variables=\[MY_API_KEY\]"
+        EnvironmentFailed, match=r"; MY_API_KEY is not given to environments: environment.variables=\[MY_API_KEY\]"
     ):
         said(action)
 
@@ -78,7 +78,7 @@ def test_so_does_the_refusal_of_a_module_that_asks_when_it_is_imported() -> None
 
 def test_a_variable_that_the_trainer_has_not_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_API_KEY")
-    with pytest.raises(Broken) as caught:
+    with pytest.raises(EnvironmentFailed) as caught:
         said("index")
     assert "KeyError: 'MY_API_KEY'" in caught.value.message
     assert "environment.variables" not in caught.value.message

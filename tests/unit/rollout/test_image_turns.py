@@ -15,7 +15,7 @@ from skyrl_train.config.data import ImagesConfig
 from skyrl_train.data.sources import ImageReading, ImageStore, references_in
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, find_spans
-from skyrl_train.rollout.boundary.session import Broken
+from skyrl_train.rollout.boundary import EnvironmentFailed
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.types import Prompt, find_parent
 
@@ -118,7 +118,7 @@ def test_an_observation_with_an_image_is_appended_and_the_turns_part_where_image
 
 @pytest.mark.parametrize("value", ["no.png", "https://a.b/c.png", data_url(b"no image")])
 def test_an_observations_image_that_cannot_be_read_breaks_its_trajectory(value: str) -> None:
-    with pytest.raises(Broken, match="an observation: an image cannot be read"):
+    with pytest.raises(EnvironmentFailed, match="an observation: an image cannot be read"):
         ChatTokens(Words(), images=reading()).with_references([shown(value)])
 
 

@@ -13,7 +13,8 @@ import pytest
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig, ModelConfig
 from skyrl_train.model import load_tokenizer
-from skyrl_train.rollout.adapters.inverted_chat import Asked, Ended, Inversion, ProgramError, kept_open
+from skyrl_train.rollout.adapters.inverted_chat import Ended, Inversion, ProgramError, kept_open
+from skyrl_train.rollout.agents.wires import ChatRequest
 from skyrl_train.rollout.envs.environments import playing_itself_violations
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser
@@ -79,8 +80,8 @@ class Tutored:
     async def init(self, prompt: Any) -> Any:
         self.inversion = Inversion(tutor)
         first = await self.inversion.begin()
-        assert isinstance(first, Asked)
-        self.schemas = first.tools
+        assert isinstance(first, ChatRequest)
+        self.schemas = list(first.tools)
         return first.messages, {}
 
     async def step(self, action: str) -> Any:
@@ -99,16 +100,16 @@ class Tutored:
         await self.inversion.close()
 
     @staticmethod
-    def said(now: Asked | Ended[float]) -> Any:
+    def said(now: ChatRequest | Ended[float]) -> Any:
         if isinstance(now, Ended):
             return {"observations": [], "reward": now.value, "done": True}
         return {"observations": now.messages, "reward": 0.0, "done": False}
 
 
-def played(program: Program, *answers: tuple[Any, ...]) -> list[Asked | Ended[Any]]:
+def played(program: Program, *answers: tuple[Any, ...]) -> list[ChatRequest | Ended[Any]]:
     """What the program asks, and its end, with these answers; `("full",)` refuses."""
 
-    async def play() -> list[Asked | Ended[Any]]:
+    async def play() -> list[ChatRequest | Ended[Any]]:
         inversion = Inversion(program)
         try:
             said = [await inversion.begin()]
@@ -123,9 +124,11 @@ def played(program: Program, *answers: tuple[Any, ...]) -> list[Asked | Ended[An
 
 def test_a_program_is_played_turn_by_turn() -> None:
     first, result, again, end = played(tutor, ("I add", CALL), ("six",), ("5",))
-    assert first == Asked(messages=[QUESTION], tools=[ADD])
-    assert result == Asked(messages=[{"role": "tool", "tool_call_id": "000000000", "content": "5"}], tools=[ADD])
-    assert again == Asked(messages=[{"role": "user", "content": "Try again"}], tools=[ADD])
+    assert first == ChatRequest(messages=(QUESTION,), tools=(ADD,))
+    assert result == ChatRequest(
+        messages=({"role": "tool", "tool_call_id": "000000000", "content": "5"},), tools=(ADD,)
+    )
+    assert again == ChatRequest(messages=({"role": "user", "content": "Try again"},), tools=(ADD,))
     assert end == Ended(value=0.5)
 
 
@@ -196,7 +199,9 @@ def test_a_program_may_leave_out_names_of_tools_and_write_texts_as_parts() -> No
     def change(said: list[dict[str, Any]]) -> dict[str, Any]:
         return {"messages": [*said[:3], {"role": "user", "content": [{"type": "text", "text": "Well?"}]}]}
 
-    assert played(follow_up(change), ("6",))[-1] == Asked(messages=[{"role": "user", "content": "Well?"}], tools=[ADD])
+    assert played(follow_up(change), ("6",))[-1] == ChatRequest(
+        messages=({"role": "user", "content": "Well?"},), tools=(ADD,)
+    )
 
 
 def test_two_requests_at_a_time_are_no_trajectory() -> None:
@@ -241,7 +246,7 @@ def test_what_a_program_raises_is_raised_and_closing_ends_it() -> None:
 
     with pytest.raises(ValueError, match="Oz"):
         played(broken, ("6",))
-    assert played(waiting) == [Asked(messages=[QUESTION], tools=[])]
+    assert played(waiting) == [ChatRequest(messages=(QUESTION,), tools=())]
     assert len(ended) == 1
 
 

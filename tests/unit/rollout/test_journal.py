@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import DataError, EngineError, SaveError
-from skyrl_train.rollout.admission import Closed, Settled
+from skyrl_train.rollout.admission import Closed, ConsumedPrompts
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
@@ -91,7 +91,7 @@ def test_a_group_and_a_batch_are_read_back(tmp_path: Path, loop: LoopThread) -> 
     again = Journal(tmp_path / "journal.jsonl", prompts="p")
     assert again.group(0) == (trajectory,)
     assert (again.started, again.batches) == ({0: 5}, {5: closed})
-    again.resume(5, Settled(frontier=1))
+    again.resume(5, ConsumedPrompts(watermark=1))
     assert (again.group(0), again.started) == (None, {})
     again.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import DataError
-from skyrl_train.rollout.admission import Settled
+from skyrl_train.rollout.admission import ConsumedPrompts
 from skyrl_train.rollout.journal import Journal
 from tests.support.fakes import FAKE_ENVIRONMENT
 from tests.support.journal_cases import BATCH, ENVIRONMENTS, STEPS, Run, check_crash, check_cut, run
@@ -125,7 +125,7 @@ def test_a_journal_is_not_compacted_past_the_checkpoint_that_a_run_goes_on_from(
     compacted(tmp_path, FAKE_ENVIRONMENT)
     rule = rf"begins at version {STEPS - 2}, and the run goes on from version 1: .*resume_mode=none"
     with pytest.raises(DataError, match=rule):
-        run(tmp_path / "compacted.jsonl", version=1, settled=Settled(frontier=BATCH))
+        run(tmp_path / "compacted.jsonl", version=1, settled=ConsumedPrompts(watermark=BATCH))
 
 
 def test_a_disk_without_room_for_a_compacted_journal_keeps_it_as_it_is(

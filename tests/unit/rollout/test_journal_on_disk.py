@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.rollout.admission import Closed
+from skyrl_train.rollout.checked_engine import CheckedEngine
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEngine
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.fakes import FakeEngine, make_prompts
 from tests.support.fakes_trainer import make_trajectory
@@ -23,7 +23,7 @@ REQUEST = GenerationRequest(
 
 
 def answered(journal: Journal) -> Coroutine[Any, Any, object]:
-    return JournaledEngine(FakeEngine(lambda _: [3, 4]), journal).generate(REQUEST)
+    return CheckedEngine(FakeEngine(lambda _: [3, 4]), vocabulary_size=9, journal=journal).generate(REQUEST)
 
 
 def finished(journal: Journal) -> Coroutine[Any, Any, object]:

@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.boundary.session import Broken, Environments, EnvironmentSession, StepResult
+from skyrl_train.rollout.boundary import (
+    EnvironmentFailed,
+    EnvironmentLost,
+    Environments,
+    EnvironmentSession,
+    StepResult,
+)
+from skyrl_train.rollout.boundary.session import Restarted
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.telemetry.records import FAILED
 from skyrl_train.types import Failure, FailureKind, Outcome, Trajectory
@@ -65,7 +71,8 @@ class Runs:
             f"tests.support.fakes_resumable:{self._spec}",
             self._extras,
             self._spec,
-            wrap=lambda handle: JournaledEnvironment(handle, self.journal, NAME),
+            journal=self.journal,
+            trajectory=NAME,
         )
 
 
@@ -184,7 +191,7 @@ def test_a_state_that_cannot_be_kept_fails_the_trajectory(
     tmp_path: Path, loop: LoopThread, state: Any, told: str
 ) -> None:
     runs = Runs(tmp_path, threads(), "WithState", loop, state=state)
-    with pytest.raises(Broken, match=told):
+    with pytest.raises(EnvironmentFailed, match=told):
         runs.begin()
     runs.close()
 
@@ -233,3 +240,93 @@ def test_the_bundled_environment_goes_on_from_its_state() -> None:
     after.set_state(before.get_state())
     assert after.step("#### 4") == before.step("#### 4")
     assert after.get_metrics() == before.get_metrics() == {"solved": 1.0, "solved_first_turn": 0.0, "turns": 2.0}
+
+
+class Losing:
+    """Environments of which one is lost before calls of these numbers; each counts its steps."""
+
+    may_lose_environments = True
+    given_up, num_given_up, num_close_failures = "", 0, 0
+
+    def __init__(self, *lost_before: int, drifts: bool = False) -> None:
+        self.lost_before, self.drifts = lost_before, drifts
+        self.asked: list[str] = []
+        self.steps = 0
+        self.made = 0
+
+    def host(self, name: str) -> Losing:
+        del name
+        return self
+
+    async def ask(self, request: Any) -> object:
+        self.asked.append(request["call"])
+        if len(self.asked) in self.lost_before:
+            raise EnvironmentLost
+        if request["call"] == "construction":
+            self.steps, self.made = 0, self.made + 1
+            return {"value": []}
+        if request["call"] == "init":
+            return {"value": request["messages"]}
+        if request["call"] == "set_state":
+            self.steps = request["state"]["steps"]
+            return {"value": None}
+        self.steps += request["call"] == "step"
+        said = f"{self.steps} of {self.made if self.drifts else 1}"
+        value = {"observations": [{"role": "user", "content": said}], "reward": 0.0, "done": False}
+        return (
+            {"value": value, "resume": {"state": {"steps": self.steps}}} if request.get("keeps") else {"value": value}
+        )
+
+    def release(self) -> None:
+        self.asked.append("release")
+
+    async def aclose(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(
+    ("lost_before", "asked"),
+    [
+        ((4,), "construction init step step construction init step step"),
+        ((4, 6), "construction init step step construction init construction init step step"),
+    ],
+)
+def test_what_was_lost_with_its_worker_is_asked_again_however_often(
+    loop: LoopThread, lost_before: tuple[int, ...], asked: str
+) -> None:
+    among = Losing(*lost_before)
+    session = EnvironmentSession(among, "any", {}, "Lost")
+    loop.run(session.start(MESSAGES))
+    said = [loop.run(session.step(action)).observations[0]["content"] for action in "xy"]
+    assert said == ["1 of 1", "2 of 1"]
+    assert " ".join(among.asked) == asked
+
+
+def test_one_that_is_lost_and_answers_otherwise_is_closed_and_fails(loop: LoopThread) -> None:
+    among = Losing(4, drifts=True)
+    session = EnvironmentSession(among, "any", {}, "Lost")
+    loop.run(session.start(MESSAGES))
+    loop.run(session.step("x"))
+    with pytest.raises(EnvironmentFailed, match="made again, it answered otherwise at step"):
+        loop.run(session.step("y"))
+    assert among.asked[-1] == "close"
+
+
+def test_one_that_was_resumed_and_is_lost_comes_back_by_the_state_and_what_followed(
+    tmp_path: Path, loop: LoopThread
+) -> None:
+    def session(among: Losing, journal: Journal) -> EnvironmentSession:
+        return EnvironmentSession(among, "any", {}, "Lost", journal=journal, trajectory=NAME)
+
+    journal = Journal(tmp_path / "journal.jsonl", prompts="p")
+    before = session(Losing(), journal)
+    loop.run(before.start(MESSAGES))
+    loop.run(before.step("x"))
+    journal.close()
+    journal, among = Journal(tmp_path / "journal.jsonl", prompts="p"), Losing(4)
+    after = session(among, journal)
+    loop.run(after.start(MESSAGES))
+    said = [loop.run(after.step(action)).observations[0]["content"] for action in "xyz"]
+    assert said == ["1 of 1", "2 of 1", "3 of 1"]
+    assert among.asked == ["construction", "set_state", "step", "step", "construction", "set_state", "step", "step"]
+    journal.close()

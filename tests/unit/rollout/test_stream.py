@@ -14,7 +14,7 @@ import pytest
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.rollout.admission import AdmissionSettings, Settled
+from skyrl_train.rollout.admission import AdmissionSettings, ConsumedPrompts
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken
@@ -82,7 +82,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_batches_hold_each_prompt_once_while_versions_are_published(make_stream: MakeStream) -> None:
     engine = FakeEngine(answer)
     stream, _ = make_stream(engine, make_prompts(6))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     found = []
     for version in range(3):
         taken = stream.take()
@@ -91,7 +91,7 @@ def test_batches_hold_each_prompt_once_while_versions_are_published(make_stream:
         stream.publish(version + 1)
     assert sorted(found) == ["p0", "p1", "p2", "p3", "p4", "p5"]
     assert found[4:] == ["p4", "p5"]
-    assert taken.settled == Settled(frontier=6)
+    assert taken.settled == ConsumedPrompts(watermark=6)
     assert len({request.request_id for request in engine.requests}) == len(engine.requests) == 12
     assert engine.leases_at_first_request == 0
 
@@ -99,7 +99,7 @@ def test_batches_hold_each_prompt_once_while_versions_are_published(make_stream:
 def test_groups_run_before_a_batch_is_asked_for_and_no_further_than_they_may(make_stream: MakeStream) -> None:
     engine = FakeEngine(answer)
     stream, _ = make_stream(engine, make_prompts(6))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     wait_until(lambda: len(engine.requests) == 8)
     stream.take()
     time.sleep(0.05)
@@ -111,10 +111,10 @@ def test_groups_run_before_a_batch_is_asked_for_and_no_further_than_they_may(mak
 def test_seeds_derive_from_the_prompts_ordinal(make_stream: MakeStream) -> None:
     first, again = FakeEngine(answer), FakeEngine(answer)
     stream, _ = make_stream(first, make_prompts(6))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     wait_until(lambda: len(first.requests) == 8)
     resumed, _ = make_stream(again, make_prompts(6))
-    resumed.begin(version=1, settled=Settled(frontier=2))
+    resumed.begin(version=1, settled=ConsumedPrompts(watermark=2))
     taken = resumed.take()
     assert {*uids(taken)} <= {"p2", "p3", "p4", "p5"}
     before = {request.request_id: request.seed for request in first.requests}
@@ -134,7 +134,7 @@ def test_a_group_that_a_resumed_run_takes_up_is_due_by_the_version_at_which_it_b
     engine = FakeEngine(answer)
     prompts = [*make_prompts(2), *make_prompts(4, hang_in="step")[2:], *make_prompts(6)[4:]]
     stream, _ = make_stream(engine, prompts)
-    stream.begin(version=1, settled=Settled(frontier=2))
+    stream.begin(version=1, settled=ConsumedPrompts(watermark=2))
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(stream.take)
         wait_until(lambda: len(engine.requests) == 8)
@@ -146,7 +146,7 @@ def test_a_group_that_a_resumed_run_takes_up_is_due_by_the_version_at_which_it_b
 
 def test_an_evaluation_is_answered_while_groups_are_in_flight(make_stream: MakeStream) -> None:
     stream, generator = make_stream(FakeEngine(answer), make_prompts(6, hang_in="step"))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     evaluated = generator.generate(
         make_prompts(3), n_samples_per_prompt=1, sampling=SamplingParams(), global_step=0, purpose="eval"
     )
@@ -158,7 +158,7 @@ def test_an_evaluation_is_answered_while_groups_are_in_flight(make_stream: MakeS
 def test_a_group_that_is_due_and_hangs_is_dropped_where_batches_do_not_wait(make_stream: MakeStream) -> None:
     prompts = [*make_prompts(1, hang_in="step"), *make_prompts(8)[1:]]
     stream, _ = make_stream(FakeEngine(answer), prompts, stale_groups="drop", total_batches=9)
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     wait_until(lambda: len(FakeEnvironment.closed) == 6)
     assert {*uids(stream.take())} <= {"p1", "p2", "p3"}
     stream.publish(1)
@@ -166,19 +166,19 @@ def test_a_group_that_is_due_and_hangs_is_dropped_where_batches_do_not_wait(make
     taken = stream.take()
     assert "p0" not in uids(taken)
     assert taken.metrics["stream/dropped_stale"] == 1.0
-    assert 0 < taken.settled.frontier <= 5
+    assert 0 < taken.settled.watermark <= 5
 
 
 def test_too_many_failures_of_a_batch_end_the_run(make_stream: MakeStream) -> None:
     stream, _ = make_stream(FakeEngine(lambda _: EngineError("no memory")), make_prompts(6))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     with pytest.raises(EngineError, match="4 of 4 trajectories failed"):
         stream.take()
 
 
 def test_what_ends_a_group_is_raised_where_its_batch_is_taken(make_stream: MakeStream) -> None:
     stream, generator = make_stream(FakeEngine(answer), make_prompts(1))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     with pytest.raises(IndexError):
         stream.take()
     assert not generator.thread.is_closed
@@ -186,7 +186,7 @@ def test_what_ends_a_group_is_raised_where_its_batch_is_taken(make_stream: MakeS
 
 def test_closing_ends_groups_that_hang(make_stream: MakeStream) -> None:
     stream, _ = make_stream(FakeEngine(answer), make_prompts(6, hang_in="step"))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     wait_until(lambda: threading.active_count() > 2)
     FakeEnvironment.release.set()
     stream.close()
@@ -197,7 +197,7 @@ def test_a_wait_that_is_broken_off_leaves_groups_in_flight(
     make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, generator = make_stream(FakeEngine(answer), make_prompts(6, hang_in="step"))
-    stream.begin(version=0, settled=Settled())
+    stream.begin(version=0, settled=ConsumedPrompts())
     waits = iter([KeyboardInterrupt])
 
     def interrupted(*_: Any, **__: Any) -> None:

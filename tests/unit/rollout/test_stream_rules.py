@@ -19,12 +19,11 @@ from skyrl_train.config.data import CurriculumConfig, EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.data import Curriculum
 from skyrl_train.errors import DataError, EngineError
-from skyrl_train.rollout.admission import AdmissionSettings, Settled
+from skyrl_train.rollout.admission import AdmissionSettings, ConsumedPrompts
 from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream.replay import ReplayGenerator
-from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken
+from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken, distinct, rollouts_of
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.support.fakes import FakeEngine, FakeEnvironment, done_with, make_prompts, make_tokenizer
 from tests.support.fakes_trainer import make_trajectory, make_turn
@@ -78,7 +77,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(), environment, 0)
         rules = {name: changes.pop(name) for name in ("take_groups", "oversample", "stale_groups") if name in changes}
         filters = changes.get("filters", FilterConfig())
-        curriculum, settled = changes.pop("curriculum", None), changes.pop("settled", None) or Settled()
+        curriculum, settled = changes.pop("curriculum", None), changes.pop("settled", None) or ConsumedPrompts()
         settings = StreamSettings(
             admission=AdmissionSettings(
                 batch_size=BATCH,
@@ -135,10 +134,10 @@ def test_a_group_of_equal_rewards_is_dropped_and_another_begins_in_its_place(sta
     assert len(set(trained)) == 3 * BATCH
     assert all(int(uid[1:]) % 2 for uid in trained)
     settled = taken[-1].settled
-    assert {f"p{ordinal}" for ordinal in (*range(settled.frontier), *settled.beyond)} >= {*trained}
+    assert {f"p{ordinal}" for ordinal in (*range(settled.watermark), *settled.beyond)} >= {*trained}
     everything = Counter(prompt.uid for batch in taken for prompt in batch.everything.prompts)
     assert set(everything.values()) == {1}
-    assert len(everything) == settled.frontier + len(settled.beyond)
+    assert len(everything) == settled.watermark + len(settled.beyond)
     dropped = sum(batch.metrics.get("stream/dropped_filtered", 0.0) for batch in taken)
     assert dropped == len(everything) - 3 * BATCH > 0
 
@@ -247,7 +246,7 @@ def test_what_was_rejected_before_a_kill_is_not_made_again(start: Start, tmp_pat
         everything = Counter(prompt.uid for batch in taken for prompt in batch.everything.prompts)
         assert set(everything.values()) == {1}
         settled = taken[-1].settled
-        assert sorted(everything) == sorted(f"p{each}" for each in (*range(settled.frontier), *settled.beyond))
+        assert sorted(everything) == sorted(f"p{each}" for each in (*range(settled.watermark), *settled.beyond))
         trained = [uid for batch in taken for uid in uids(batch)]
         assert len(set(trained)) == 3 * BATCH
         assert {int(uid[1:].partition("#")[0]) % 8 for uid in trained} <= {3, 4, 5}
@@ -365,7 +364,7 @@ def check_crash_at(cut: int, rules: dict[str, Any], before: list[Taken], path: P
     num_batches = sum("batch" in line for line in lines)
     version = random.Random(cut).randint(0, num_batches)
     path.write_bytes(content)
-    settled = before[version - 1].settled if version else Settled()
+    settled = before[version - 1].settled if version else ConsumedPrompts()
     stream, engine = start(odd_ones_differ, version=version, settled=settled, **rules)
     after = take_all(stream, version=version)
     stream.close()
@@ -381,7 +380,7 @@ def check_crash_at(cut: int, rules: dict[str, Any], before: list[Taken], path: P
         f"p{ordinal}" for line in map(json.loads, path.read_bytes().splitlines()) for ordinal in line.get("dropped", {})
     ]
     last = after[-1].settled if after else settled
-    known = [f"p{ordinal}" for ordinal in (*range(last.frontier), *last.beyond)]
+    known = [f"p{ordinal}" for ordinal in (*range(last.watermark), *last.beyond)]
     assert sorted([*(uid for uid in trained if "#copy" not in uid), *dropped]) == sorted(known), (
         "each prompt is trained on or dropped, once"
     )

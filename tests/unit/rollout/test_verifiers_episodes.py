@@ -15,8 +15,8 @@ import pytest
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig, ModelConfig
 from skyrl_train.model import load_tokenizer
-from skyrl_train.rollout.adapters.verifiers_harness import _result
-from skyrl_train.rollout.boundary.session import Broken
+from skyrl_train.rollout.adapters.verifiers_episodes import _result
+from skyrl_train.rollout.boundary import EnvironmentFailed
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.hosts.local import violations_in_process
 from skyrl_train.rollout.tools.formats import make_parser
@@ -174,7 +174,9 @@ def test_an_environment_of_verifiers_talks_with_the_model_until_it_is_over(
     # verifiers is told of generator.max_turns, and scores what there is then.
     assert (cut[-1].components["won"], cut[-1].done, cut[-1].truncated) == (0.0, True, True)
     assert [(step.reward, step.done, step.truncated) for step in at_once] == [(1.5, True, False)]
-    with pytest.raises(Broken, match="verifiers could not play the task: ValueError: invalid literal for int"):
+    with pytest.raises(
+        EnvironmentFailed, match="verifiers could not play the task: ValueError: invalid literal for int"
+    ):
         played("verifiers:guess_game", [{"task": 0}], ["none"])
 
 

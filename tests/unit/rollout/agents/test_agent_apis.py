@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_train.rollout.agents import unsupported
+from skyrl_train.rollout.agents import wires
 from skyrl_train.rollout.agents.endpoint import opened
 from skyrl_train.rollout.agents.session import Session
 from tests.support.agent_cases import CALL, client_of, episode, over_http, scripted, user
@@ -196,7 +196,7 @@ def test_what_the_trainer_decides_is_counted_by_name_or_refused(path: str, body:
 
 
 def test_what_is_not_done_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unsupported, "_TOLD", set())
+    monkeypatch.setattr(wires, "_TOLD", set())
 
     async def play(client: httpx.AsyncClient, session: Session) -> None:
         for text in "ab":

@@ -12,13 +12,12 @@ import pytest
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference import HFEngine
-from skyrl_train.rollout.agents import http_server, streaming
+from skyrl_train.rollout.agents import http_server
 from skyrl_train.rollout.agents import session as sessions
 from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Session
+from skyrl_train.rollout.checked_engine import CheckedEngine, listener, listening
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.journaled import JournaledEngine
-from skyrl_train.rollout.token_stream import listener, listening
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.support.agent_cases import ADD, CALL, client_of, drawn, episode, letter_by_letter, scripted, tokenizer, user
 from tests.support.fakes import FakeEngine, make_tiny_model, make_tokenizer
@@ -125,7 +124,7 @@ def over_sdk(engine: FakeEngine, play: Any) -> tuple[Any, Session]:
 
 
 def test_a_client_that_waits_for_bytes_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "SAYS_SOMETHING_WITHIN_S", 0.05)
+    monkeypatch.setattr(sessions, "SAYS_SOMETHING_WITHIN_S", 0.05)
 
     async def play(stream: Any) -> str:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -136,7 +135,7 @@ def test_a_client_that_waits_for_bytes_is_not_kept_waiting(monkeypatch: pytest.M
 
 def test_an_engine_that_fails_within_a_stream_is_an_error_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     openai = pytest.importorskip("openai")
-    monkeypatch.setattr(streaming, "SAYS_SOMETHING_WITHIN_S", 0.05)
+    monkeypatch.setattr(sessions, "SAYS_SOMETHING_WITHIN_S", 0.05)
 
     async def play(stream: Any) -> None:
         with pytest.raises(openai.APIError, match="the engine failed"):
@@ -159,7 +158,7 @@ def test_a_stream_that_is_refused_has_a_status_that_says_so() -> None:
 
 def test_who_hangs_up_within_a_stream_has_it_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_REJOIN_WITHIN_S", 0.0)
-    monkeypatch.setattr(streaming, "SAYS_SOMETHING_WITHIN_S", 0.02)
+    monkeypatch.setattr(sessions, "SAYS_SOMETHING_WITHIN_S", 0.02)
 
     async def run() -> Any:
         session = Session(episode(FakeEngine(drawn, delay_s=30.0)))
@@ -283,7 +282,9 @@ def test_nothing_is_told_that_the_journal_might_lose(tmp_path: Any) -> None:
 
     async def run() -> None:
         with listening(print):
-            await JournaledEngine(Saying(lambda _: [5]), journal).generate(request("stream-0-000000-0000-000", 1))
+            await CheckedEngine(Saying(lambda _: [5]), vocabulary_size=99, journal=journal).generate(
+                request("stream-0-000000-0000-000", 1)
+            )
             assert listener() is print
 
     journal = Journal(tmp_path / "journal.jsonl", prompts="p")

@@ -23,7 +23,7 @@ from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import AGENT_RULES, launcher_of
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.config.rules import run_rules
-from skyrl_train.rollout.agents import sandbox, sandboxes
+from skyrl_train.rollout.agents import sandbox
 from skyrl_train.rollout.agents.launchers import NAME_PREFIX
 from skyrl_train.runs.cli import RL_MACHINE_RULES
 from skyrl_train.system.processes import start_time
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def roll(folder: Path) -> Iterator[Roll]:
     with rolling() as roll:
         yield roll
-    assert sandboxes._POOLS == {}
+    assert sandbox._POOLS == {}
 
 
 class Docker:
@@ -182,7 +182,7 @@ def test_at_most_so_many_containers_are_there_and_some_ahead_of_use(roll: Roll, 
 
 
 def test_what_ended_runs_left_is_removed_and_what_runs_stays(roll: Roll, docker: Docker, tmp_path: Path) -> None:
-    boot, namespace = sandboxes._machine()
+    boot, namespace = sandbox._machine()
     ended = subprocess.Popen(["true"])
     ended.wait(10)
     own, parent = os.getpid(), os.getppid()

@@ -18,7 +18,7 @@ import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.rollout.envs.model_code import sandbox_lines
-from skyrl_train.rollout.rewards.code_run import Verdict, run_tests
+from skyrl_train.rollout.rewards.ready_made import Verdict, run_tests
 from skyrl_train.system.sandbox import sandbox
 
 IMPOSSIBLE = (
@@ -272,7 +272,7 @@ REFUSING = """
 import ctypes, struct
 from skyrl_train.system.sandbox import sandbox
 from skyrl_train.config.data.sources import EnvironmentConfig
-from skyrl_train.rollout.rewards.code_run import run_tests
+from skyrl_train.rollout.rewards.ready_made import run_tests
 from skyrl_train.rollout.hosts.scoring import reward_problems
 from skyrl_train.system.sandbox.kernel import call_filter
 c = ctypes.CDLL(None, use_errno=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.rewards.code_run import Verdict, run_tests
+from skyrl_train.rollout.rewards.ready_made import Verdict, run_tests
 from skyrl_train.system.sandbox import sandbox
 
 ADD = "def add(a, b): return a + b"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from examples.judge.stub_judge import MODEL, StubJudge
-from skyrl_train.rollout.boundary.session import Broken
-from skyrl_train.rollout.http import replies as http_reply
+from skyrl_train.rollout import http as http_reply
+from skyrl_train.rollout.boundary import EnvironmentFailed
 from skyrl_train.rollout.rewards.judge import Judge, ReplyCache
 from skyrl_train.telemetry.logs import redact_text
 from skyrl_train.types import FailureKind
@@ -63,8 +63,8 @@ def ask(judge: Judge, completion: str = "42", **columns: Any) -> Any:
     return asyncio.run(judge(completion, **{"prompt": "6 * 7?", **columns}))
 
 
-def refusal(judge: Judge) -> Broken:
-    with pytest.raises(Broken) as caught:
+def refusal(judge: Judge) -> EnvironmentFailed:
+    with pytest.raises(EnvironmentFailed) as caught:
         ask(judge)
     return caught.value
 
