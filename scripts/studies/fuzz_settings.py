@@ -10,6 +10,7 @@ example is printed. The exit status is 1 where one side accepts what the other r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -98,7 +99,14 @@ def answer(case: Case) -> Answer:
         loaded = read_root(tree, ROOTS[name])
     except Exception as error:  # a loader that breaks is what is looked for
         return "", [f"{type(error).__name__}: {error}"]
-    return repr(loaded.config), sorted(map(str, loaded.violations))
+    return repr(by_name(loaded.config)), sorted(map(str, loaded.violations))
+
+
+def by_name(value: Any) -> Any:
+    """Return a section as a mapping in the order of its names, as that of its declarations says nothing."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {name: by_name(getattr(value, name)) for name in sorted(field.name for field in dataclasses.fields(value))}
 
 
 def written(value: Any) -> Any:

@@ -28,7 +28,7 @@ from scripts.studies.simulated_runs import (
     stated_lengths,
 )
 from scripts.studies.simulation import LearnerRates, Schedule, Simulated, simulate
-from skyrl_train.config.algorithm import MicroBatchConfig
+from skyrl_train.config import MicroBatchConfig
 from skyrl_train.config.models import StrategyConfig
 from skyrl_train.plan.forms import (
     Device,

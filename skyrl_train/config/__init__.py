@@ -4,12 +4,12 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.config.docs import reference
     from skyrl_train.config.schema import (
         AlertsConfig,
         Config,
         ConsoleConfig,
         LoopConfig,
+        MicroBatchConfig,
         MlflowConfig,
         PlanConfig,
         PrometheusConfig,
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
         SFTConfig,
         SFTDataConfig,
         SFTTrainerConfig,
-        layout_of_run,
-        sft_layout,
         sft_learner_settings,
         validate_sft,
     )
@@ -40,6 +38,7 @@ __all__ = [
     "Config",
     "ConsoleConfig",
     "LoopConfig",
+    "MicroBatchConfig",
     "MlflowConfig",
     "PlanConfig",
     "PrometheusConfig",
@@ -53,9 +52,6 @@ __all__ = [
     "TrackioConfig",
     "TrainerConfig",
     "WandbConfig",
-    "layout_of_run",
-    "reference",
-    "sft_layout",
     "sft_learner_settings",
     "validate_sft",
 ]

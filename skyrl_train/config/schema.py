@@ -1,7 +1,8 @@
 """The configuration: one frozen dataclass per group under `conf/`, a docstring under each field.
 
-Types carry their rules: `Literal` lists the choices, `Annotated[int, Range(1)]` the bounds, and `Forks[...]`, or another
-class of `config/fields/facts.py`, whether a run may go on from a checkpoint with another value. `config/door/load.py`
+Types carry their rules: `Literal` lists the choices, `Annotated[int, Range(1)]` the bounds, `Of(".name", ("fsdp2",))` the
+kinds of another setting that it is for, and `Forks[...]`, or another class of `config/fields/fields.py`, whether a run may
+go on from a checkpoint with another value. `config/door/load.py`
 turns a composed Hydra config into these classes and reports every violation at once; rules between fields live in
 `config/rules/validate.py`. The sections that groups of `conf/` choose have files of their own, imported here.
 `docs/configuration.md` is generated from all of them. The defaults here are those of `conf/`; a test keeps the two
@@ -13,38 +14,85 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from skyrl_train.config.algorithm.micro_batching import MicroBatchConfig
 from skyrl_train.config.algorithm.settings import AlgorithmConfig, starts_at_rollout
-from skyrl_train.config.data.sources import DataConfig as DataConfig
-from skyrl_train.config.data.sources import EnvironmentConfig as EnvironmentConfig
-from skyrl_train.config.fields.facts import (
+from skyrl_train.config.data.sources import DataConfig, EnvironmentConfig
+from skyrl_train.config.fields.fields import (
     BatchSize,
     CutsRows,
     EndsSchedule,
     Forks,
     Free,
+    LayoutChoice,
     LayoutOnly,
     NonNegativeFloat,
     NonNegativeInt,
+    Of,
     PositiveFloat,
     PositiveInt,
     Range,
     ReadWith,
 )
 from skyrl_train.config.models.engines import GeneratorConfig
-from skyrl_train.config.models.models import CriticConfig as CriticConfig
-from skyrl_train.config.models.models import CriticModelConfig as CriticModelConfig
-from skyrl_train.config.models.models import LoraConfig as LoraConfig
-from skyrl_train.config.models.models import ModelConfig as ModelConfig
-from skyrl_train.config.models.models import OptimizerConfig as OptimizerConfig
-from skyrl_train.config.models.models import PolicyConfig as PolicyConfig
-from skyrl_train.config.models.models import ReferenceConfig as ReferenceConfig
-from skyrl_train.config.models.models import ReferenceModelConfig as ReferenceModelConfig
-from skyrl_train.config.models.placement import PlacementConfig as PlacementConfig
-from skyrl_train.config.models.placement import PlatformConfig as PlatformConfig
-from skyrl_train.config.models.placement import StrategyConfig as StrategyConfig
-from skyrl_train.parts import ALERTS, BATCH_RULES, CALLBACKS, METRICS, TRACKERS
+from skyrl_train.config.models.models import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig
+from skyrl_train.config.models.placement import PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.parts import ALERTS, BATCH_RULES, CALLBACKS, METRICS, MICRO_BATCH_STRATEGIES, TRACKERS
 from skyrl_train.registry import PartSpec
+
+_SIZED = Of(".micro_batching", reads="memory_budget")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchConfig:
+    """The settings of `trainer` that decide what one forward computes."""
+
+    layout: CutsRows[LayoutChoice] = "padded"
+    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
+    cheapest for each step. Changes speed and memory, never the gradient."""
+    micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "fixed"
+    """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (sizes itself), or a custom planner, which sizes
+    itself too where it declares that it reads `memory_budget`."""
+    micro_train_batch_size_per_gpu: CutsRows[BatchSize] = 32
+    """Rows per forward and backward on one rank (fixed)."""
+    micro_forward_batch_size_per_gpu: LayoutOnly[BatchSize] = 64
+    """Rows per forward-only pass on one rank (fixed)."""
+    max_tokens_per_microbatch: CutsRows[PositiveInt] = 8192
+    """Hard cap on computed token positions of a forward and backward on one rank (token_budget, packed rows of
+    supervised training)."""
+    max_tokens_per_forward_microbatch: LayoutOnly[PositiveInt] = 16384
+    """The same for forward-only passes."""
+    max_positions: Annotated[LayoutOnly[PositiveInt], _SIZED] = 65536
+    """Most token positions of a forward and backward on one rank, however much
+    memory there is: beyond, no speed is gained. A forward alone may have twice as many; a longer row goes alone."""
+    memory_budget_gb: Annotated[LayoutOnly[NonNegativeFloat], _SIZED] = 0.0
+    """GiB that the models of one process may hold. 0: what the CUDA device has free. Must be given on a CPU,
+    where tensors are counted; on CUDA a cap, for a device that others use too."""
+    memory_margin: LayoutOnly[Annotated[float, Range(0.0, 0.5)]] = 0.05
+    """Share by which a micro-batch may need more than was measured at the start (auto)."""
+    memory_probe: Annotated[
+        LayoutOnly[Literal["measure", "trace", "xla", "both"]],
+        Of(".micro_batching", reads="memory_budget", values=("trace", "both"), why="a plan reads xla"),
+    ] = "measure"
+    """Where micro-batches know their memory from. measure: forwards and backwards of growing
+    size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. xla:
+    what XLA plans for a model of the same sizes in JAX (extra `jax`); nothing is run. both: measured, beginning at what
+    was traced, and the difference is told. A plan traces one step of a model and remembers it; xla has it compile."""
+    memory_retries: Annotated[LayoutOnly[NonNegativeInt], _SIZED] = 3
+    """How often one mini-batch is cut smaller and recomputed if memory runs out nevertheless."""
+
+    def most_positions(self, *, training: bool) -> int:
+        """Return the most positions of one forward where micro-batches size themselves."""
+        return self.max_positions * (1 if training else 2)
+
+    @property
+    def sizes_itself(self) -> bool:
+        """Whether models are probed for the memory that their passes take: for `auto`, and for a custom planner that
+        reads `memory_budget`."""
+        return "memory_budget" in MICRO_BATCH_STRATEGIES.reads(self.micro_batching).columns
+
+
+_STALE = Of(".max_staleness", write="trainer.max_staleness=1")
+_BETWEEN_TOKENS = Of("generator.backend", reads="in_flight_updates", why="it takes no weights between two tokens")
+_ENGINE = Of("generator.backend", ("hf", "vllm", "http"), why="recordings are there before the learner is")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +124,7 @@ class LoopConfig(MicroBatchConfig):
     resume_mode: Free[Literal["latest", "none", "from_path", "fork"]] = "latest"
     """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`. fork: a new run begins at
     `resume_path`, with other settings."""
-    resume_path: Free[str] = ""
+    resume_path: Annotated[Free[str], Of(".resume_mode", ("from_path", "fork"))] = ""
     """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder, or its `checkpoint_url`."""
     max_restarts: Free[NonNegativeInt] = 3
     """How often a run on Ray goes on from its last checkpoint by itself when a worker or node died or hangs; 0 ends it."""
@@ -86,6 +134,11 @@ class LoopConfig(MicroBatchConfig):
     capsules: Free[NonNegativeInt] = 0
     """Of so many of the last steps keep all that it takes to execute them again (`skyrl-capsule`): the models before and
     after, and the batch. Each step then takes the time of a checkpoint more. A step that is refused leaves one always."""
+    docs_per_step: Forks[NonNegativeInt] = 0
+    """Close an optimizer step at so many rollouts, or examples, instead of where their number is fixed: micro-batches are
+    filled until a step has at least so many; 0 is off."""
+    docs_per_step_exact: Annotated[Forks[bool], Of(".docs_per_step")] = False
+    """Cut the last micro-batch so that a step has exactly `docs_per_step` of them."""
     metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
     """Custom metrics: functions of a step's training rows and, in reinforcement learning, of its rollouts."""
     callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()
@@ -110,29 +163,31 @@ class TrainerConfig(LoopConfig):
     """Passes over each training batch."""
     auto_micro_batch_size: CutsRows[bool] = False
     """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
-    max_staleness: Forks[Annotated[int, Range(0, 1000)]] = 0
+    max_staleness: Annotated[Forks[Annotated[int, Range(0, 1000)]], _ENGINE] = 0
     """By how many updates the weights that sampled a trained token may be older than those that are updated. 0: rollouts
     are made with the weights of the update before, and wait for them."""
-    stale_groups: Forks[Literal["wait", "drop"]] = "wait"
-    """`max_staleness`: what a batch does about a prompt whose samples would be too old for the next one and have not all
+    stale_groups: Annotated[
+        Forks[Literal["wait", "drop"]],
+        _STALE,
+        Of(".take_groups", ("first_finished",), why="it drops no prompt for taking long"),
+    ] = "wait"
+    """What a batch does about a prompt whose samples would be too old for the next one and have not all
     ended: wait for them, or drop them, with a count."""
-    oversample: Forks[Annotated[float, Range(1.0)]] = 1.0
-    """`max_staleness`: prompts that are kept in flight for each that the batches to come have room for. Above 1 a batch has
+    oversample: Annotated[Forks[Annotated[float, Range(1.0)]], _STALE] = 1.0
+    """Prompts that are kept in flight for each that the batches to come have room for. Above 1 a batch has
     the first to finish, and what is too many is dropped, with a count."""
-    take_groups: Forks[Literal["first_finished", "in_order"]] = "first_finished"
-    """`max_staleness`: first_finished: a batch has prompts whose samples have ended, which prefers short ones wherever some
+    take_groups: Annotated[Forks[Literal["first_finished", "in_order"]], _STALE] = "first_finished"
+    """first_finished: a batch has prompts whose samples have ended, which prefers short ones wherever some
     are dropped. in_order: it has the prompts that began first, and waits for them."""
-    in_flight_updates: Forks[bool] = False
-    """`max_staleness`: true: engines take new weights between two tokens of the responses that they are at. false: an update
+    in_flight_updates: Annotated[Forks[bool], _STALE, _BETWEEN_TOKENS] = False
+    """true: engines take new weights between two tokens of the responses that they are at. false: an update
     waits for these to end, and further ones for the update."""
-    in_flight_cache: Forks[Literal["recompute", "keep"]] = "recompute"
-    """`in_flight_updates`: what becomes of the keys and values of a response that an update reaches. recompute: those of all
+    in_flight_cache: Annotated[
+        Forks[Literal["recompute", "keep"]], Of(".in_flight_updates", write="trainer.in_flight_updates=true")
+    ] = "recompute"
+    """What becomes of the keys and values of a response that an update reaches. recompute: those of all
     its tokens so far are computed again. keep: they stay as older weights made them, at no cost, and what is sampled after
     them is of no model alone."""
-    docs_per_step: Forks[NonNegativeInt] = 0
-    """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
-    docs_per_step_exact: Forks[bool] = False
-    """Cut the last micro-batch so that a step has exactly `docs_per_step` rollouts."""
     batch_validation: LayoutOnly[Literal["strict", "relaxed"]] = "strict"
     """strict refuses uneven divisions over ranks and micro-batches; relaxed pads them and says what it costs."""
     batch_rules: Free[tuple[Annotated[PartSpec, BATCH_RULES], ...]] = ("sizes",)
@@ -279,15 +334,19 @@ class TrackerConfig:
 
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
     """Lines for a person."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    wandb: Annotated[WandbConfig, Of(".wandb.enabled", write="tracker=wandb")] = field(default_factory=WandbConfig)
     """Weights & Biases."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     """TensorBoard."""
-    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    trackio: Annotated[TrackioConfig, Of(".trackio.enabled", write="tracker=trackio")] = field(
+        default_factory=TrackioConfig
+    )
     """Trackio."""
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    mlflow: Annotated[MlflowConfig, Of(".mlflow.enabled", write="tracker=mlflow")] = field(default_factory=MlflowConfig)
     """MLflow."""
-    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    prometheus: Annotated[PrometheusConfig, Of(".prometheus.enabled", write="tracker=prometheus")] = field(
+        default_factory=PrometheusConfig
+    )
     """An endpoint for Prometheus."""
     custom: tuple[Annotated[PartSpec, TRACKERS], ...] = ()
     """Custom trackers, e.g. `[{_target_: my_code:Lines, name: x}]`: each is made with the run's folder."""
@@ -387,7 +446,7 @@ class Config(RunConfig):
     """How rollouts are made."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The loop."""
-    critic: Annotated[CriticConfig, ReadWith("model.path")] = field(default_factory=CriticConfig)
+    critic: Annotated[CriticConfig, ReadWith(".critic.model.path")] = field(default_factory=CriticConfig)
     """The value model."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The reference model."""

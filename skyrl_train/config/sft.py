@@ -7,15 +7,15 @@ defaults that differ.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig
-from skyrl_train.config.data.sources import ImagesConfig, held_out_sources
-from skyrl_train.config.derived.learners import LearnerSettings, ScheduleLength, layout_of, micro_batch_settings
-from skyrl_train.config.fields.facts import (
+from skyrl_train.config.data.sources import SourcesConfig
+from skyrl_train.config.derived.learners import LearnerSettings, ScheduleLength
+from skyrl_train.config.fields.fields import (
     BatchSize,
     CutsRows,
     EndsSchedule,
@@ -24,40 +24,32 @@ from skyrl_train.config.fields.facts import (
     LayoutOnly,
     NonNegativeFloat,
     NonNegativeInt,
+    Of,
     PositiveInt,
     Range,
+    ReadWith,
+    Rule,
     Seconds,
 )
-from skyrl_train.config.fields.fields import Rule
 from skyrl_train.config.models.engines import SamplingConfig
+from skyrl_train.config.models.models import OptimizerConfig
 from skyrl_train.config.models.placement import PlacementConfig, StrategyConfig
-from skyrl_train.config.placement.bundles import Layout, plan_layout
 from skyrl_train.config.rules.batch_rules import data_parallel_size
-from skyrl_train.config.rules.validate import SHARED_RULES, part_violations, run_rules, steps_at_micro_batches
-from skyrl_train.config.rules.validate_models import betas_violations
-from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, RunConfig
+from skyrl_train.config.rules.validate import SHARED_RULES, rule_violations
+from skyrl_train.config.schema import Config, LoopConfig, RunConfig
 from skyrl_train.errors import Violation
-from skyrl_train.parts import DATA_READERS, MICRO_BATCH_STRATEGIES
+from skyrl_train.parts import MICRO_BATCH_STRATEGIES
 from skyrl_train.registry import PartSpec
 
 Weight = Annotated[float, Range(0.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTDataConfig:
+class SFTDataConfig(SourcesConfig):
     """`data` (`sft_data=`): examples to learn from, and held-out ones."""
 
-    train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
-    """Parquet, Arrow, CSV, JSON or JSON-lines files, folders of them, hub names (`owner/name:split`,
-    `owner/name/config:split`), or `builtin:NAME/SPLIT`."""
     weights: Forks[tuple[Weight, ...]] = ()
     """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, alternating); empty is once."""
-    validation: Free[tuple[str, ...] | None] = None
-    """Held-out examples: each entry is a set with a loss of its own. Empty turns evaluation off. null: those that belong to
-    `train` where that is bundled data or GSM8K, none with any other data."""
-    reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
-    """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
-    or by a custom function of the entry, which yields rows (mappings of columns to values)."""
     max_train_rows: Free[NonNegativeInt] = 0
     """Read only the first so many training rows; 0 is all."""
     max_validation_rows: Free[NonNegativeInt] = 0
@@ -78,21 +70,12 @@ class SFTDataConfig:
     """Tokens of an example. A longer one is handled by `over_long`."""
     over_long: Forks[Literal["truncate", "drop", "error"]] = "truncate"
     """What becomes of a longer example: cut, left out, or refused before training. Counted in any case."""
-    shuffle: Forks[bool] = True
-    """Another order each epoch, derived from `seed`."""
     incomplete_step: Forks[Literal["keep", "drop", "wrap"]] = "wrap"
     """What is left of an epoch and fills no step: a short step, left out, or filled up from the next epoch."""
-    images: ImagesConfig = field(default_factory=ImagesConfig)
-    """Images of conversations, for models that read them."""
     cache: Free[bool] = True
     """Keep tokenised sources on disk, for later runs and for those that run at the same time."""
     cache_dir: Free[str] = ""
     """Where; empty is `$SKYRL_TRAIN_CACHE`, or `skyrl_train` in the user's cache folder."""
-
-    @property
-    def held_out(self) -> tuple[str, ...]:
-        """What is evaluated on: `validation`, or what belongs to `train`."""
-        return held_out_sources(self.train, self.validation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +95,6 @@ class SFTTrainerConfig(LoopConfig):
     """Examples per optimizer step, over all ranks and micro-batches."""
     tokens_per_step: Forks[NonNegativeInt] = 0
     """Instead: as many examples per optimizer step as hold at most so many tokens; 0 is off."""
-    docs_per_step: Forks[NonNegativeInt] = 0
-    """Instead: fill micro-batches until a step has at least so many examples; 0 is off."""
-    docs_per_step_exact: Forks[bool] = False
-    """Cut the last micro-batch so that a step has exactly `docs_per_step` examples."""
     pad_to_multiple_of: CutsRows[PositiveInt] = 1
     """Fill rows up to a multiple of so many tokens; counted against the caps."""
     async_batch_collation: Free[bool] = True
@@ -126,13 +105,15 @@ class SFTTrainerConfig(LoopConfig):
     """Held-out examples scored together."""
     eval_samples: Free[NonNegativeInt] = 0
     """Answers to generate at each evaluation, from the first examples of each held-out set; they go to `samples/`."""
-    eval_sampling: Free[SamplingConfig] = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    eval_sampling: Annotated[Free[SamplingConfig], ReadWith(".eval_samples")] = field(
+        default_factory=lambda: SamplingConfig(temperature=0.0)
+    )
     """How they are sampled; greedy unless stated."""
-    eval_sample_timeout_s: Free[Seconds] = 600.0
+    eval_sample_timeout_s: Annotated[Free[Seconds], ReadWith(".eval_samples")] = 600.0
     """Deadline for generating the samples of one evaluation."""
     early_stopping_patience: Free[NonNegativeInt] = 0
     """Stop after so many evaluations without a lower loss; 0 is off."""
-    early_stopping_min_delta: Free[NonNegativeFloat] = 0.0
+    early_stopping_min_delta: Annotated[Free[NonNegativeFloat], Of(".early_stopping_patience")] = 0.0
     """A lower loss counts from this difference on."""
     keep_best: Free[bool] = False
     """Keep the checkpoint with the lowest held-out loss in `best/`."""
@@ -164,7 +145,7 @@ def sft_learner_settings(config: SFTConfig, *, total_steps: int = 0) -> LearnerS
         policy_model=config.model,
         optimizer=config.trainer.optimizer,
         schedule=ScheduleLength(optimizer_steps=total_steps),
-        micro_batching=micro_batch_settings(config.trainer),
+        micro_batching=config.trainer,
         merge_turns=False,
         algorithm=AlgorithmConfig(policy_loss="cross_entropy", loss_reduction="token_mean"),
         temperature=1.0,
@@ -179,54 +160,27 @@ def sft_learner_settings(config: SFTConfig, *, total_steps: int = 0) -> LearnerS
     )
 
 
-def sft_layout(config: SFTConfig) -> Layout:
-    """What a supervised run reserves on Ray."""
-    return plan_layout(config.placement, roles=("policy",), gpu=config.platform.name == "gpu")
-
-
-def layout_of_run(config: AnyConfig) -> Layout:
-    """What a run of either kind reserves on Ray."""
-    return layout_of(config) if isinstance(config, Config) else sft_layout(config)
-
-
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """Every rule between fields that does not hold; `refused` as in `validate_config`."""
-    return [*run_rules(config, (*SHARED_RULES, *SFT_RULES), refused), *part_violations(config, refused)]
+    return rule_violations(config, (*SHARED_RULES, *SFT_RULES), refused)
 
 
 def _sources(data: SFTDataConfig) -> Iterator[Violation]:
     if not data.train:
-        yield Violation(field="data.train", rule="must name a source", value="[]", remedy="try sft_data=word_problems")
+        yield Violation.of("data.train", [], "must name a source", "try sft_data=word_problems")
 
 
 def _weights(data: SFTDataConfig) -> Iterator[Violation]:
     if data.weights and len(data.weights) != len(data.train):
-        yield Violation(
-            field="data.weights",
-            rule=f"must be one for each of the {len(data.train)} entries of data.train",
-            value=str(list(data.weights)),
-            remedy="Drop data.weights to use each source once an epoch",
-        )
+        rule = f"must be one for each of the {len(data.train)} entries of data.train"
+        remedy = "Drop data.weights to use each source once an epoch"
+        yield Violation.of("data.weights", list(data.weights), rule, remedy)
 
 
 def _ends_of_steps(trainer: SFTTrainerConfig) -> Iterator[Violation]:
     if trainer.tokens_per_step and trainer.docs_per_step:
-        yield Violation(
-            field="trainer.docs_per_step",
-            rule=f"excludes trainer.tokens_per_step={trainer.tokens_per_step}: a step ends in one way",
-            value=str(trainer.docs_per_step),
-            remedy="Set one of them to 0",
-        )
-
-
-def _exact_documents(trainer: SFTTrainerConfig) -> Iterator[Violation]:
-    if trainer.docs_per_step_exact and not trainer.docs_per_step:
-        yield Violation(
-            field="trainer.docs_per_step_exact",
-            rule="does nothing with trainer.docs_per_step=0",
-            value="True",
-            remedy="Set trainer.docs_per_step, or drop trainer.docs_per_step_exact",
-        )
+        rule = f"excludes trainer.tokens_per_step={trainer.tokens_per_step}: a step ends in one way"
+        yield Violation.of("trainer.docs_per_step", trainer.docs_per_step, rule, "Set one of them to 0")
 
 
 def _packing(trainer: SFTTrainerConfig, data: SFTDataConfig) -> list[Violation]:
@@ -238,35 +192,20 @@ def _packing(trainer: SFTTrainerConfig, data: SFTDataConfig) -> list[Violation]:
         return []
     padded = f" ({aligned} with trainer.pad_to_multiple_of={align})" if aligned > length else ""
     return [
-        Violation(
-            field="trainer.max_tokens_per_microbatch",
-            rule=f"must hold the longest example with trainer.layout=packed: data.max_length={length}{padded}",
-            value=str(trainer.max_tokens_per_microbatch),
-            remedy=f"Try trainer.max_tokens_per_microbatch={aligned}",
+        Violation.of(
+            "trainer.max_tokens_per_microbatch",
+            trainer.max_tokens_per_microbatch,
+            f"must hold the longest example with trainer.layout=packed: data.max_length={length}{padded}",
+            f"Try trainer.max_tokens_per_microbatch={aligned}",
         )
     ]
 
 
-def _needs_validation(
-    trainer: SFTTrainerConfig, data: SFTDataConfig, name: str, is_set: Callable[[Any], bool]
-) -> Iterator[Violation]:
+def _needs_validation(trainer: SFTTrainerConfig, data: SFTDataConfig, name: str) -> Iterator[Violation]:
     """A setting of `trainer` that reads the held-out loss needs held-out examples."""
     value = getattr(trainer, name)
-    if is_set(value) and not data.held_out:
-        yield Violation(
-            field=f"trainer.{name}",
-            rule="needs held-out examples",
-            value=str(value),
-            remedy="Set data.validation=[FILE]",
-        )
-
-
-def _betas(trainer: SFTTrainerConfig) -> Iterator[Violation]:
-    yield from betas_violations(trainer.optimizer, "trainer.optimizer")
-
-
-def _steps_of_documents(trainer: SFTTrainerConfig) -> Iterator[Violation]:
-    yield from steps_at_micro_batches(trainer.micro_batching, trainer.docs_per_step)
+    if value and value not in ("last", "none") and not data.held_out:
+        yield Violation.of(f"trainer.{name}", value, "needs held-out examples", "Set data.validation=[FILE]")
 
 
 def _ranks(trainer: SFTTrainerConfig, placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
@@ -292,18 +231,15 @@ def _no_engines(placement: PlacementConfig) -> Iterator[Violation]:
 
 
 SFT_RULES: tuple[Rule, ...] = (
-    _betas,
-    _steps_of_documents,
     _ranks,
     _no_engines,
     _sources,
     _weights,
     _ends_of_steps,
-    _exact_documents,
     _packing,
-    partial(_needs_validation, name="early_stopping_patience", is_set=lambda patience: patience > 0),
-    partial(_needs_validation, name="keep_best", is_set=bool),
-    partial(_needs_validation, name="export", is_set=lambda export: export == "best"),
-    partial(_needs_validation, name="eval_samples", is_set=lambda samples: samples > 0),
+    *(
+        partial(_needs_validation, name=name)
+        for name in ("early_stopping_patience", "keep_best", "export", "eval_samples")
+    ),
 )
 """Every rule of supervised training alone."""

@@ -15,9 +15,8 @@ import torch
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.config import Config, SFTConfig, sft_learner_settings
-from skyrl_train.config.algorithm import as_now
 from skyrl_train.config.derived import RunModels, run_models
-from skyrl_train.config.door import load_root
+from skyrl_train.config.door import as_now, load_root
 from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.data.sources import IMAGES
 from skyrl_train.errors import DataError

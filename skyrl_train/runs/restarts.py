@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.config import AnyConfig, Config, layout_of_run
+from skyrl_train.config import AnyConfig, Config
+from skyrl_train.config.derived import layout_of
 from skyrl_train.config.models import ROLES, PlacementConfig
 from skyrl_train.config.placement import missing_room
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested, counted
@@ -112,10 +113,10 @@ def with_room(config: C, console: RunConsole) -> C:
         return config
     from skyrl_train.cluster import wait_for_room
 
-    nodes = wait_for_room(config.placement, lambda found: missing_room(layout_of_run(config), found) is None)
+    nodes = wait_for_room(config.placement, lambda found: missing_room(layout_of(config), found) is None)
     candidates: Iterator[C] = itertools.chain([config], smaller(config))
     for candidate in candidates:
-        if missing_room(layout_of_run(candidate), nodes) is None:
+        if missing_room(layout_of(candidate), nodes) is None:
             if candidate is not config:
                 was, now = config.placement.policy_num_workers, candidate.placement.policy_num_workers
                 console.warn(
@@ -125,7 +126,7 @@ def with_room(config: C, console: RunConsole) -> C:
             return candidate
     raise SkyrlTrainError(
         f"what is left, {counted(len(nodes), 'node')}, has no room for any number of ranks that the batch sizes allow: "
-        f"{missing_room(layout_of_run(config), nodes)}. Wait for others with placement.wait_for_nodes_s"
+        f"{missing_room(layout_of(config), nodes)}. Wait for others with placement.wait_for_nodes_s"
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.algorithms import KLControllerState
 from skyrl_train.config import AnyConfig, Config, SFTConfig
-from skyrl_train.config.fields import Range, SchemaField, fact, strip, walk
+from skyrl_train.config.fields import Range, Resume, SchemaField, fact, strip, walk
 from skyrl_train.config.models import LoraConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.registry import absolute_target, code_digests
@@ -264,9 +264,9 @@ def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:
 
 def test_an_entry_of_a_mapping_that_was_not_there_is_to_be_dropped(saved: list[Saved]) -> None:
     of_run = saved[0]
-    vllm = replace(of_run.config.generator.vllm, engine_args={"seed": 3})
-    with pytest.raises(ConfigError, match=r"engine_args\.seed.*Drop generator\.vllm\.engine_args\.seed, or"):
-        of_run.start(replace(of_run.config, generator=replace(of_run.config.generator, vllm=vllm)))
+    data = replace(of_run.config.data, template_kwargs={"seed": 3})
+    with pytest.raises(ConfigError, match=r"template_kwargs\.seed.*Drop data\.template_kwargs\.seed, or"):
+        of_run.start(replace(of_run.config, data=data))
 
 
 def test_a_part_with_arguments_is_one_setting(saved: list[Saved]) -> None:
@@ -331,6 +331,25 @@ def test_code_in_a_file_that_was_changed_is_told_and_goes_on(tmp_path: Path) -> 
     assert note.startswith(f"{file} was changed (SHA-256 ")
     assert note.endswith("now): the run goes on with the code as it is")
     assert any(note.startswith(f"{file} was changed") for note in of_run.forked(config).notes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "of_kind"),
+    [
+        ("generator.seeds", "engine", {"generator.backend": "vllm"}),
+        ("trainer.algorithm.off_policy.weight_high", 3.0, {"trainer.algorithm.off_policy.weight": "token"}),
+        ("trainer.algorithm.filters.resample_power", 3.0, {"trainer.algorithm.filters.resample": "pow"}),
+        ("trainer.in_flight_cache", "keep", {"trainer.in_flight_updates": True, "trainer.max_staleness": 1}),
+        ("trainer.policy.optimizer.eps", 1e-4, {"trainer.policy.optimizer.name": "adamw"}),
+    ],
+)
+def test_what_the_chosen_kind_does_not_read_is_no_difference(
+    setting: str, value: object, of_kind: dict[str, object]
+) -> None:
+    other = {**flat_config(Config()), "trainer.policy.optimizer.name": "sgd"}
+    for settings, meaning in ((other, Resume.FREE), ({**other, **of_kind}, Resume.FORKS)):
+        (change,) = changes_since(settings, {**settings, setting: value}, Config)
+        assert change.resume is meaning
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_part_that_does_not_read_images_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any], reason: str
 ) -> None:
     monkeypatch.setattr(
-        "skyrl_train.config.rules.image_rules.find_spec", lambda _: None
+        "skyrl_train.config.rules.validate_models.find_spec", lambda _: None
     )  # as where there is no torchvision
     rows = str(folder / "rows" / "asked.jsonl")
     whole = rl_settings(str(folder / family), rows) | {"trainer.layout": "padded"} | settings

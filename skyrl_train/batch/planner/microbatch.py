@@ -11,7 +11,7 @@ from skyrl_train.batch.layouts.cost import CostModel
 from skyrl_train.batch.planner.documents import Admits
 from skyrl_train.batch.planner.forwards import fixed, one_forward, token_budget
 from skyrl_train.batch.planner.rows import NO_LIMIT, Forward, Planner, RowFacts, checked_forwards, facts_of
-from skyrl_train.config.algorithm import MicroBatchConfig
+from skyrl_train.config import MicroBatchConfig
 from skyrl_train.config.fields import LayoutChoice, LayoutName
 from skyrl_train.errors import BatchError
 from skyrl_train.parts import MICRO_BATCH_STRATEGIES

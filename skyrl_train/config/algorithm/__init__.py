@@ -1,7 +1,5 @@
-"""Settings of losses, advantages, filters and micro-batching, and what these make a run need."""
+"""Settings of losses, advantages and filters, and what these make a run need."""
 
-from skyrl_train.config.algorithm.earlier import EARLIER, as_now, for_hydra, in_parts
-from skyrl_train.config.algorithm.micro_batching import MicroBatchConfig
 from skyrl_train.config.algorithm.settings import (
     REJECTION_CRITERIA,
     AlgorithmConfig,
@@ -22,20 +20,15 @@ from skyrl_train.config.algorithm.settings import (
 )
 
 __all__ = [
-    "EARLIER",
     "REJECTION_CRITERIA",
     "AlgorithmConfig",
     "FilterConfig",
-    "MicroBatchConfig",
     "NonNegative",
     "NotAbove",
     "OffPolicyConfig",
     "Positive",
     "Share",
-    "as_now",
     "estimator_reads",
-    "for_hydra",
-    "in_parts",
     "is_self_taught",
     "loss_reads",
     "needs_critic",

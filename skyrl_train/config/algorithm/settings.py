@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.fields.facts import NonNegativeInt, PositiveInt, Range
+from skyrl_train.config.fields.fields import NonNegativeInt, Of, PositiveInt, Range, ReadWith
 from skyrl_train.parts import (
     ADVANTAGE_ESTIMATORS,
     CRITIC_LOSSES,
@@ -29,6 +29,13 @@ class NotAbove:
     argument: str
 
 
+_WEIGHED = Of(".weight", ("token", "sequence", "geometric"))
+_MASKED = Of(".sequence_mask", ("geometric", "product"))
+_ADAPTIVE_KL = Of(".kl_controller", ("adaptive",))
+_ADAPTIVE_ENTROPY = Of(".entropy_controller", ("adaptive",))
+_CRITIC = Of("critic.model.path", write="critic.model.path=policy")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig:
     """`trainer.algorithm.off_policy`: weights and masks from `ratio = exp(old_logprob - rollout_logprob)`.
@@ -40,24 +47,24 @@ class OffPolicyConfig:
     weight: Literal["auto", "none", "token", "sequence", "geometric"] = "auto"
     """Multiply token losses with the ratio of the token, of its turn (product of ratios), or their geometric mean. auto: of
     the token where `generator.quantization` rounds the engine's weights and ratios start at the trainer's, else none."""
-    weight_mode: Literal["truncate", "mask", "mask_only"] = "truncate"
+    weight_mode: Annotated[Literal["truncate", "mask", "mask_only"], _WEIGHED] = "truncate"
     """What becomes of a weight outside `weight_low` to `weight_high`. truncate: the nearer bound. mask: 0. mask_only: 0, and
     1 inside, so that tokens (or turns) are left out and none is weighted."""
-    weight_low: NonNegative = 0.0
+    weight_low: Annotated[NonNegative, _WEIGHED] = 0.0
     """Smallest weight."""
-    weight_high: Positive = 2.0
+    weight_high: Annotated[Positive, _WEIGHED] = 2.0
     """Largest weight."""
     sequence_mask: Literal["none", "geometric", "product"] = "none"
     """Leave a turn out whose geometric mean, or product, of ratios lies outside the next two."""
-    sequence_mask_low: NonNegative = 0.99
+    sequence_mask_low: Annotated[NonNegative, _MASKED] = 0.99
     """Smallest value that `sequence_mask` keeps. Lies near 1 for geometric, further off for product."""
-    sequence_mask_high: Positive = 1.01
+    sequence_mask_high: Annotated[Positive, _MASKED] = 1.01
     """Largest value that `sequence_mask` keeps."""
     reject: Mapping[str, Any] = field(default_factory=dict)
     """Further criteria, each with its bound; what one leaves out is out. `token_k1`, `sequence_sum_k1`, `sequence_mean_k1`:
     `[low, high]` of the ratio. `token_`, `sequence_sum_`, `sequence_mean_` and `sequence_max_` with `k2` or `k3`: the
     largest divergence. E.g. `{sequence_mean_k3: 0.01, token_k1: [0.2, 5]}`."""
-    batch_normalize: bool = False
+    batch_normalize: Annotated[bool, _WEIGHED] = False
     """Divide the weights by their mean over the optimizer step (over its tokens, or sequences), so that it becomes 1."""
     negative_kl_max: NonNegative = 0.0
     """Leave tokens with a negative advantage out whose sequence has a mean of rollout_logprob - logprob above this; 0 is
@@ -84,24 +91,24 @@ class FilterConfig:
 
     dynamic_sampling: Literal["none", "filter", "replace"] = "none"
     """filter: generate until enough prompts have differing rewards. replace: fill up with copies of such prompts."""
-    dynamic_sampling_max_batches: PositiveInt = 30
+    dynamic_sampling_max_batches: Annotated[PositiveInt, Of(".dynamic_sampling", ("filter", "replace"))] = 30
     """Generated batches without enough such prompts after which the run stops with an error."""
-    replace_min_share: Share = 0.3
-    """replace: below this share of prompts with differing rewards, another batch is generated instead."""
+    replace_min_share: Annotated[Share, Of(".dynamic_sampling", ("replace",))] = 0.3
+    """Below this share of prompts with differing rewards, another batch is generated instead."""
     zero_variance: bool = False
     """Leave prompts out of the loss, and of its denominators, whose trajectories all have the same reward."""
     overlong: bool = False
     """Leave trajectories out of the loss that a length limit cut off; their rewards still count in the group."""
     overlong_soft_share: Share = 0.0
     """Soft penalty for responses in the last such share of `overlong_max_length`; 0 is off (DAPO: 0.2)."""
-    overlong_max_length: PositiveInt = 512
+    overlong_max_length: Annotated[PositiveInt, ReadWith(".overlong_soft_share")] = 512
     """Tokens of one response at which the soft penalty has its full size: what `max_generate_length` allows, say."""
-    overlong_penalty: NonNegative = 1.0
+    overlong_penalty: Annotated[NonNegative, ReadWith(".overlong_soft_share")] = 1.0
     """Full size of the soft penalty."""
     resample: Literal["none", "pow", "max_min", "max_random"] = "none"
     """PF-PPO: draw the batch's trajectories again, with replacement. pow: by their score's size to `resample_power`.
     max_min: the highest and the lowest. max_random: the highest four times as likely as the others."""
-    resample_power: NonNegative = 2.0
+    resample_power: Annotated[NonNegative, Of(".resample", ("pow",))] = 2.0
     """Power of `resample=pow`."""
     non_stop_scale: Share = 1.0
     """Rewards of a trajectory whose last response did not end by itself are multiplied by this; 1 is off."""
@@ -127,8 +134,10 @@ class AlgorithmConfig:
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO's choice)."""
     step_rewards: Literal["outcome", "turn_return"] = "outcome"
     """Of trajectories of several turns: their whole reward for every turn, or each turn's discounted return-to-go."""
-    reward_components: Mapping[str, Any] = field(default_factory=dict)
-    """gdpo: weight of each reward by its name among `environment.rewards` and the environment's metrics, e.g. `{correct: 1,
+    reward_components: Annotated[
+        Mapping[str, Any], Of(".advantage_estimator", reads="reward_components", write="algorithm=gdpo")
+    ] = field(default_factory=dict)
+    """Weight of each reward by its name among `environment.rewards` and the environment's metrics, e.g. `{correct: 1,
     format: 0.5}`, or `{weight: 0.5, normalize: none}`, which is not divided by its spread. Empty: what `environment.rewards`
     says of each; where there are none either, the reward itself is the only one."""
     normalize_advantages: bool = False
@@ -139,7 +148,9 @@ class AlgorithmConfig:
     """The loss of each trained token; see docs/algorithms.md."""
     loss_reduction: Annotated[PartSpec, LOSS_REDUCTIONS] = "token_mean"
     """How token losses become one number. Denominators are counted over the whole optimizer step."""
-    max_sequence_length_for_norm: PositiveInt = 512
+    max_sequence_length_for_norm: Annotated[PositiveInt, ReadWith(".loss_reduction", ("seq_mean_token_sum_norm",))] = (
+        512
+    )
     """Constant divisor of `seq_mean_token_sum_norm` (tokens)."""
     sequence_unit: Literal["turn", "trajectory"] = "turn"
     """What a sequence is to gspo, gmpo, vespo and the sequence-level weights and masks of `off_policy`: one response, or
@@ -166,27 +177,29 @@ class AlgorithmConfig:
     """Weight of the KL term in the loss; 0 needs no reference model."""
     kl_reward_coef: NonNegative = 0.0
     """Weight (with a controller, the first weight) of the KL that is taken from each token's reward; 0 is off."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    kl_controller: Annotated[
+        Literal["fixed", "adaptive"], Of(".kl_reward_coef", write="trainer.algorithm.kl_reward_coef=0.05")
+    ] = "fixed"
     """adaptive moves the weight of the KL in the reward so that the KL stays near `kl_target`."""
-    kl_target: Positive = 0.1
-    """adaptive: mean KL per trained token that is aimed at."""
-    kl_horizon: PositiveInt = 10_000
-    """adaptive: trajectories over which the weight may change by a factor of about 1.2."""
+    kl_target: Annotated[Positive, _ADAPTIVE_KL] = 0.1
+    """Mean KL per trained token that is aimed at."""
+    kl_horizon: Annotated[PositiveInt, _ADAPTIVE_KL] = 10_000
+    """Trajectories over which the weight may change by a factor of about 1.2."""
     ref_update_interval: NonNegativeInt = 0
     """Replace the reference by the current policy every so many training batches; 0 never."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus (with a controller, the first weight)."""
     entropy_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive moves the weight after every optimizer step, and applies it while the entropy is at most `entropy_target`."""
-    entropy_target: Positive = 0.2
-    """adaptive: mean entropy per trained token (nats) that is kept up."""
-    entropy_coef_delta: Positive = 0.005
-    """adaptive: by how much the weight moves."""
-    entropy_coef_max: Positive = 1.0
-    """adaptive: largest weight."""
-    critic_loss: Annotated[PartSpec, CRITIC_LOSSES] = "clipped"
-    """Critic: the loss of each token's value. clipped: half the square of its distance from the return."""
-    critic_warmup_steps: NonNegativeInt = 0
+    entropy_target: Annotated[Positive, _ADAPTIVE_ENTROPY] = 0.2
+    """Mean entropy per trained token (nats) that is kept up."""
+    entropy_coef_delta: Annotated[Positive, _ADAPTIVE_ENTROPY] = 0.005
+    """By how much the weight moves."""
+    entropy_coef_max: Annotated[Positive, _ADAPTIVE_ENTROPY] = 1.0
+    """Largest weight."""
+    critic_loss: Annotated[PartSpec, CRITIC_LOSSES, _CRITIC] = "clipped"
+    """The loss of each token's value. clipped: half the square of its distance from the return."""
+    critic_warmup_steps: Annotated[NonNegativeInt, _CRITIC] = 0
     """Training batches in which only the critic is trained."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     """Correction for tokens that another policy, or another numerics, sampled."""

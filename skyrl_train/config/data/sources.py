@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.fields.facts import (
+from skyrl_train.config.fields.fields import (
     Forks,
     Fraction,
     Free,
     Most,
     NonNegativeInt,
+    Of,
     PositiveCount,
     PositiveFloat,
     PositiveInt,
     Range,
-    ReadWith,
     Seconds,
 )
 from skyrl_train.parts import DATA_READERS, ENVIRONMENTS, PROMPT_ORDERS, REASONING_TASKS, REWARDS, ROW_FORMATS, TOOLS
 from skyrl_train.registry import TARGET, PartSpec
+
+_WORKERS = Of(".isolation", ("auto", "process"), why="threads are here, in this process")
+_REPORTED = Of(
+    "generator.agent_loop",
+    ("agent",),
+    write="generator=agent generator.agent_loop.run=my_code:play",
+    values=("reported",),
+    why="programs report rewards",
+)
+_SAMPLED = Of("generator.backend", ("hf", "vllm", "http"), why="recordings hold prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +88,35 @@ class ReasoningGymConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """`data=`: prompts for training and for evaluation."""
+class SourcesConfig:
+    """What `data` means alike in reinforcement learning and in supervised training."""
 
     train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
     """Parquet, Arrow, CSV, JSON or JSON-lines files, folders of them, hub names (`owner/name:split`,
     `owner/name/config:split`), or `builtin:NAME/SPLIT`."""
     validation: Free[tuple[str, ...] | None] = None
-    """Held-out prompts; empty turns evaluation off. null: those that belong to `train` where that is bundled data or GSM8K,
-    none with any other data."""
+    """Held-out prompts, or examples, of which each entry is a set with a loss of its own; empty turns evaluation off. null:
+    those that belong to `train` where that is bundled data or GSM8K, none with any other data."""
     reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
     """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
     or by a custom function of the entry, which yields rows (mappings of columns to values)."""
+    shuffle: Forks[bool] = True
+    """Another order each epoch, derived from `seed` or as `order` says; false: the order of the data."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    """Images of prompts or conversations, for models that read them."""
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """What is evaluated on: `validation`, or what belongs to `train`."""
+        if self.validation is not None:
+            return self.validation
+        return tuple(held_out for entry in self.train if (held_out := _held_out_of(entry)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourcesConfig):
+    """`data=`: prompts for training and for evaluation."""
+
     row_format: Free[Annotated[PartSpec, ROW_FORMATS]] = "prompt"
     """What rows without a `prompt` are: `gsm8k`, as its makers publish it, or a custom function of a `Row`
     (`data/rows.py`), which returns the columns that it should have. `prompt` takes them as they are."""
@@ -117,17 +144,15 @@ class DataConfig:
     """Tokens. A longer first prompt is handled by `over_long`."""
     over_long: Free[Literal["drop", "error"]] = "drop"
     """What becomes of a prompt over `max_prompt_length`: left out and counted, or refused before training."""
-    shuffle: Forks[bool] = True
-    """Another order each epoch, as `order` says; false: the order of the data."""
     order: Forks[Annotated[PartSpec, PROMPT_ORDERS]] = "by_seed"
     """Order of the training prompts in an epoch. by_seed: random, derived from `seed`."""
-    curriculum: Annotated[CurriculumConfig, ReadWith("enabled")] = field(default_factory=CurriculumConfig)
+    curriculum: Annotated[CurriculumConfig, Of(".curriculum.enabled"), _SAMPLED] = field(
+        default_factory=CurriculumConfig
+    )
     """Choose prompts by how often they are solved."""
-    images: ImagesConfig = field(default_factory=ImagesConfig)
-    """Images of prompts."""
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     """What `reader=reasoning_gym` makes for `reasoning_gym:train` and `reasoning_gym:validation`."""
-    mix: Forks[tuple[Mapping[str, Any], ...]] = ()
+    mix: Annotated[Forks[tuple[Mapping[str, Any], ...]], _SAMPLED] = ()
     """Several data sets in place of `train` and `validation`, e.g. `[{train: a.jsonl, weight: 0.7}, {train: b.jsonl,
     weight: 0.3, environment: gsm8k}]`: each entry has a weight, its data, and what it states of `environment`, `sampling`
     and `eval_sampling` for itself (docs/data.md)."""
@@ -136,18 +161,6 @@ class DataConfig:
     def reader_with_settings(self) -> PartSpec:
         """`reader`, with the settings that stand in a section of their own as its arguments."""
         return {TARGET: self.reader, **asdict(self.reasoning_gym)} if self.reader == "reasoning_gym" else self.reader
-
-    @property
-    def held_out(self) -> tuple[str, ...]:
-        """What is evaluated on: `validation`, or what belongs to `train`."""
-        return held_out_sources(self.train, self.validation)
-
-
-def held_out_sources(train: Sequence[str], validation: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return `validation`, or where it is not stated, the held-out part of each entry of `train` that has one."""
-    if validation is not None:
-        return validation
-    return tuple(held_out for entry in train if (held_out := _held_out_of(entry)))
 
 
 def is_own_data(entry: str) -> bool:
@@ -184,7 +197,7 @@ def _held_out_of(entry: str) -> str:
 class EnvironmentConfig:
     """`environment=`: where answers are scored."""
 
-    env_class: Forks[Annotated[PartSpec | None, ENVIRONMENTS]] = "word_problems"
+    env_class: Annotated[Forks[Annotated[PartSpec | None, ENVIRONMENTS]], _REPORTED] = "word_problems"
     """A built-in name, one registered in skyrl-gym, or a custom class; scores all rows, whatever they name. Its settings
     stand beside it, e.g. `{_target_: text2sql, db_path: /databases}`. null (`environment=by_row`) takes each row's own
     `env_class`."""
@@ -202,16 +215,19 @@ class EnvironmentConfig:
     """Where environments run. process: in worker processes, which are killed at the deadline and take nothing else down;
     thread: on threads of this process, for trusted, cheap code; auto: threads for the bundled environments without
     tools and reward functions, processes for all others. Tools and reward functions run where the environment does."""
-    placement: Free[Literal["local", "ray"]] = "local"
+    placement: Annotated[Free[Literal["local", "ray"]], _WORKERS] = "local"
     """Where worker processes are: on this machine, or on every node of the Ray cluster."""
     num_workers: Free[PositiveCount | None] = None
     """Calls at a time: threads, or worker processes at most. null: as many as trajectories are under way, up to 1,024; 16
     where workers are slow to start, as each imports the environments by itself or starts a server of tools.
     Asynchronous environments are many to a process, and need no more processes than there are cores."""
-    python: Free[str | None] = None
+    python: Annotated[Free[str | None], _WORKERS] = None
     """Interpreter that worker processes run under, if not this one, e.g. `/path/to/venv/bin/python`: for environments whose
     packages do not go with the trainer's (docs/environments.md). It needs numpy, and this package is not installed there."""
-    worker_memory_gb: Free[Annotated[PositiveFloat, Most(10**6, "no machine has more")]] = 4.0
+    worker_memory_gb: Annotated[
+        Free[Annotated[PositiveFloat, Most(10**6, "no machine has more")]],
+        _WORKERS,
+    ] = 4.0
     """What a worker process may allocate. Beyond it is a MemoryError, which fails the trajectory."""
     sandbox: Free[Literal["required", "best", "off"]] = "required"
     """Where code that the model wrote runs: that of `code` rewards and of `searchcode`, `lcb` and `text2sql`. required: in

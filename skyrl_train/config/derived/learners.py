@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from skyrl_train.config.algorithm.micro_batching import MicroBatchConfig
 from skyrl_train.config.algorithm.settings import (
     AlgorithmConfig,
     estimator_reads,
@@ -21,9 +20,10 @@ from skyrl_train.config.algorithm.settings import (
     needs_reference,
     reads_whole_step,
 )
+from skyrl_train.config.models.models import LoraConfig, ModelConfig, OptimizerConfig
 from skyrl_train.config.models.placement import PlatformConfig, StrategyConfig
 from skyrl_train.config.placement.bundles import Layout, Role, count_engines, plan_layout
-from skyrl_train.config.schema import Config, LoopConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.config.schema import Config, MicroBatchConfig, RunConfig, TrainerConfig
 
 OldLogprobsScored = Literal["none", "later", "all"]
 """Rows of a training batch that the policy scores before the update; `later`: those behind the first optimizer step."""
@@ -52,6 +52,7 @@ class LearnerSettings:
     """None for a model that is only scored."""
     schedule: ScheduleLength
     micro_batching: MicroBatchConfig
+    """`trainer`, of which a learner reads this part."""
     merge_turns: bool
     """Whether turns that extend one another are computed together (`generator.merge_stepwise`)."""
     algorithm: AlgorithmConfig
@@ -118,7 +119,7 @@ def learner_settings(config: Config, role: Role, schedule: ScheduleLength | None
         policy_model=config.model,
         optimizer=optimizers.get(role),
         schedule=schedule or ScheduleLength(),
-        micro_batching=micro_batch_settings(config.trainer),
+        micro_batching=config.trainer,
         merge_turns=config.generator.merge_stepwise == "auto",
         algorithm=config.trainer.algorithm,
         temperature=config.generator.sampling.temperature,
@@ -137,11 +138,6 @@ def learner_settings(config: Config, role: Role, schedule: ScheduleLength | None
 def model_at(path: str, policy: ModelConfig) -> ModelConfig:
     """The policy's model where `path` is `policy`, else the one at `path`, loaded in the same way."""
     return policy if path == "policy" else replace(policy, path=path, tokenizer_path=None, revision=None)
-
-
-def micro_batch_settings(trainer: LoopConfig) -> MicroBatchConfig:
-    """The part of `trainer` that a learner sees."""
-    return MicroBatchConfig(**{each.name: getattr(trainer, each.name) for each in fields(MicroBatchConfig)})
 
 
 def roles_of(config: Config) -> tuple[Role, ...]:
@@ -184,12 +180,15 @@ def scores_entropies(config: Config) -> bool:
     return config.trainer.dump_rollouts and "entropies" in config.rollouts.columns
 
 
-def layout_of(config: Config) -> Layout:
-    """What a run of reinforcement learning reserves on Ray."""
+def layout_of(config: RunConfig) -> Layout:
+    """What a run of either kind reserves on Ray."""
+    on_gpu = config.platform.name == "gpu"
+    if not isinstance(config, Config):
+        return plan_layout(config.placement, roles=("policy",), gpu=on_gpu)
     return plan_layout(
         config.placement,
         roles=roles_of(config),
-        gpu=config.platform.name == "gpu",
+        gpu=on_gpu,
         num_engines=count_engines(config.generator, config.placement),
         devices_per_engine=config.generator.vllm.devices_per_engine,
     )

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from skyrl_train.config.data.sources import EnvironmentConfig
 from skyrl_train.config.fields.fields import Rule
 from skyrl_train.config.models.engines import GeneratorConfig
 from skyrl_train.errors import ConfigError, Violation
@@ -117,11 +116,4 @@ def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
     yield from launcher.violations(host=host, waits_for_all=generator.backend == "hf")
 
 
-def _reported(generator: GeneratorConfig, environment: EnvironmentConfig) -> Iterator[Violation]:
-    is_reported = environment.env_class is not None and split_spec(environment.env_class)[0] == REPORTED
-    if is_reported and AGENT_LOOPS.name_of(generator.agent_loop) != AGENT:
-        rule = "is for generator=agent alone, whose programs report rewards"
-        yield Violation.of("environment.env_class", REPORTED, rule, _EXAMPLE)
-
-
-AGENT_RULES: tuple[Rule, ...] = (_program, _launcher, _reported)
+AGENT_RULES: tuple[Rule, ...] = (_program, _launcher)

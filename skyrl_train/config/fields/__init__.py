@@ -1,26 +1,28 @@
 """Facts of single fields: ranges, choices, resume classes, names of other trainers; and what was meant by a wrong one."""
 
-from skyrl_train.config.fields.facts import ForksWhere, Interchangeable, LayoutChoice, LayoutName, Range, Resume
 from skyrl_train.config.fields.fields import (
+    ForksWhere,
+    Interchangeable,
+    LayoutChoice,
+    LayoutName,
+    Range,
+    Resume,
     Rule,
     SchemaField,
     defaults,
     fact,
     is_refused,
-    meant_by,
-    nearest,
+    kind_sentences,
+    kinds_of,
     parts_of,
-    remedy_for_unknown,
     seam_of,
     strip,
     unusual_values,
     walk,
 )
-from skyrl_train.config.fields.peers import PEER_NAMES, ROWS, TRAINERS, Here, peer_name, peer_setting
+from skyrl_train.config.fields.names import TRAINERS, Here, meant_by, nearest, peer_name, peer_rows, remedy_for_unknown
 
 __all__ = [
-    "PEER_NAMES",
-    "ROWS",
     "TRAINERS",
     "ForksWhere",
     "Here",
@@ -34,11 +36,13 @@ __all__ = [
     "defaults",
     "fact",
     "is_refused",
+    "kind_sentences",
+    "kinds_of",
     "meant_by",
     "nearest",
     "parts_of",
     "peer_name",
-    "peer_setting",
+    "peer_rows",
     "remedy_for_unknown",
     "seam_of",
     "strip",

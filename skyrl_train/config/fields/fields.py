@@ -1,25 +1,158 @@
-"""The schema as data: every field's dotted name, type and default, for loading, suggestions and the reference."""
+"""The schema as data: every field's dotted name, type and default, and the facts that its type carries: its range, what a
+change of it means to a run that goes on from a checkpoint, and the kinds of other settings that it is for.
+
+    batch_size: Forks[PositiveInt] = 32
+
+is a setting of at least 1 whose change makes another run. A section carries a class too, which holds for those of its
+fields that state none: `eval_sampling: Free[SamplingConfig]`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from skyrl_train.config.fields.facts import ReadWith, Resume, Usual
-from skyrl_train.config.fields.peers import peer_setting
 from skyrl_train.errors import Violation
-from skyrl_train.registry import TARGET, Seam
+from skyrl_train.registry import Reads, Seam
 
 T = TypeVar("T")
 Rule = Callable[..., Iterable[Violation]]
 """A rule between fields, called with the sections that its parameters name: `(trainer, platform)`; `algorithm` is
 `trainer.algorithm`. Parameters with a default are its own."""
+
+
+class Resume(Enum):
+    """What a changed setting means to a run that goes on from a checkpoint; the value is its name in the reference."""
+
+    FREE = "free"
+    """Nothing that is learnt depends on it: what is shown, kept or evaluated, deadlines, addresses, checks."""
+    LAYOUT = "layout"
+    """It moves work between ranks, engines and micro-batches: rounding differs, and nothing else. The run says so."""
+    FORKS = "forks"
+    """It makes another run of it, which may begin at the checkpoint (`trainer.resume_mode=fork`)."""
+    FIXED = "fixed"
+    """Shapes of the saved tensors, or what token ids mean, follow from it: no run can begin there with another value."""
+
+
+class ForksWhere(Enum):
+    """Where a setting that may otherwise change makes another run of it."""
+
+    SCHEDULE_ENDS = "a learning-rate schedule ends with the run"
+    DOCUMENTS_CLOSE_STEPS = "`trainer.docs_per_step` closes the steps"
+
+
+@dataclass(frozen=True)
+class Interchangeable:
+    """Values of a setting that forks between which a change is a matter of layout."""
+
+    values: tuple[Any, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReadWith:
+    """On a setting, or on a section for all that is in it: the kinds of another setting with which anything reads it.
+
+    A run that goes on compares what is read, and the reference says what a setting is for.
+    """
+
+    setting: str
+    """The other setting: its dotted name, or behind a dot its name from the section on that declares this one, `.rank`."""
+    kinds: tuple[Any, ...] = ()
+    """Values of it with which this one is read, as it is with any custom part. None named: all but 0, false and empty."""
+    reads: str = ""
+    """In place of kinds: a column or a fact of `declarations.Reads` that the chosen part declares, a custom one too."""
+    write: str = ""
+    """What to type for such a kind where that is not the setting's own name: a choice of a group, an example."""
+
+
+@dataclass(frozen=True)
+class Of(ReadWith):
+    """As `ReadWith`, of what no preset states for a kind that another file may change: with other kinds it is refused
+    unless it has its default."""
+
+    values: tuple[Any, ...] = ()
+    """Values of this setting that need the kind, where others are for any."""
+    why: str = ""
+    """What completes the message: why the other kinds do nothing with it."""
+
+
+Free = Annotated[T, Resume.FREE]
+LayoutOnly = Annotated[T, Resume.LAYOUT]
+Forks = Annotated[T, Resume.FORKS]
+Fixed = Annotated[T, Resume.FIXED]
+EndsSchedule = Annotated[T, Resume.FREE, ForksWhere.SCHEDULE_ENDS]
+"""Moves the end of the run, with which the learning rate may end."""
+CutsRows = Annotated[T, Resume.LAYOUT, ForksWhere.DOCUMENTS_CLOSE_STEPS]
+"""Decides which rows are computed together, and with that when a step has its documents."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A closed interval; `exclusive_min` and `exclusive_max` leave its ends out. None is unbounded."""
+
+    min: float | None = None
+    max: float | None = None
+    exclusive_min: bool = False
+    exclusive_max: bool = False
+
+    def holds(self, value: float) -> bool:
+        """False for values outside and for NaN."""
+        if self.min is not None and not (value > self.min if self.exclusive_min else value >= self.min):
+            return False
+        return self.max is None or (value < self.max if self.exclusive_max else value <= self.max)
+
+    def __str__(self) -> str:
+        low = "" if self.min is None else f"{'greater than' if self.exclusive_min else 'at least'} {self.min:g}"
+        high = "" if self.max is None else f"{'below' if self.exclusive_max else 'at most'} {self.max:g}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+@dataclass(frozen=True)
+class Most:
+    """The largest value with which anything could work: beyond it a slip of the hand is refused."""
+
+    value: float
+    why: str
+    """Completes `must be at most ...: `."""
+
+    def holds(self, value: float) -> bool:
+        return value <= self.value
+
+    def __str__(self) -> str:
+        return f"at most {self.value:g}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Usual:
+    """The largest value that somebody is likely to mean: beyond it the run, and its plan, say so."""
+
+    value: float
+    why: str
+
+
+ANY_RUN = Most(10**9, "no run gets through more")
+ANY_CLUSTER = Most(100_000, "no cluster has room for more")
+ANY_BATCH = Most(10**7, "no step holds more")
+PositiveInt = Annotated[int, Range(1), ANY_RUN]
+NonNegativeInt = Annotated[int, Range(0), ANY_RUN]
+PositiveCount = Annotated[int, Range(1), ANY_CLUSTER]
+"""Of processes, devices or nodes."""
+NonNegativeCount = Annotated[int, Range(0), ANY_CLUSTER]
+BatchSize = Annotated[int, Range(1), ANY_BATCH]
+"""Of prompts, samples or rows."""
+NonNegativeFloat = Annotated[float, Range(0.0)]
+PositiveFloat = Annotated[float, Range(0.0, exclusive_min=True)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
+Seconds = Annotated[float, Range(0.0, exclusive_min=True), Most(10**9, "nobody waits for 30 years")]
+LayoutName = Literal["padded", "packed", "prefix_shared"]
+LayoutChoice = Literal["padded", "packed", "prefix_shared", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +171,8 @@ class SchemaField:
     """The root's own default; a nested section's default may differ from its class's."""
     resume: Resume | None
     """Its class on resume: that of its type, else that of the innermost section around it which states one."""
-    read_with: tuple[str, ...] = ()
-    """Dotted names of settings without which nothing reads it, e.g. `critic.model.path`."""
+    read_with: tuple[tuple[str, ReadWith], ...] = ()
+    """The settings whose kind decides whether anything reads it, by dotted name, those of its sections first."""
 
     @property
     def section(self) -> bool:
@@ -69,8 +202,13 @@ def is_optional(annotation: Any) -> bool:
 
 def fact(annotation: Any, kind: type[T]) -> T | None:
     """What an annotation carries of that kind, e.g. its `Range`."""
-    facts = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((each for each in facts if isinstance(each, kind)), None)
+    return next(iter(facts(annotation, kind)), None)
+
+
+def facts(annotation: Any, kind: type[T]) -> tuple[T, ...]:
+    """All that an annotation carries of that kind."""
+    carried = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return tuple(each for each in carried if isinstance(each, kind))
 
 
 def section_of(annotation: Any) -> type | None:
@@ -92,7 +230,10 @@ def walk(schema: type, default: Any = None, section: SchemaField | None = None) 
     for field in dataclasses.fields(schema):
         annotation = hints(schema)[field.name]
         path = prefix + field.name
-        condition = fact(annotation, ReadWith)
+        own = (
+            (prefix + each.setting[1:] if each.setting.startswith(".") else each.setting, each)
+            for each in facts(annotation, ReadWith)
+        )
         entry = SchemaField(
             path=path,
             owner=schema,
@@ -100,12 +241,83 @@ def walk(schema: type, default: Any = None, section: SchemaField | None = None) 
             annotation=annotation,
             default=getattr(default, field.name),
             resume=fact(annotation, Resume) or resume,
-            read_with=read_with if condition is None else (*read_with, f"{path}.{condition.setting}"),
+            read_with=tuple((setting, each) for setting, each in (*read_with, *own) if setting != path),
         )
         yield entry
         nested = section_of(annotation)
         if nested is not None:
             yield from walk(nested, entry.default, entry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What must be chosen for a setting to be read by anything."""
+
+    setting: str
+    """Where it is chosen: a dotted name."""
+    of: ReadWith
+    seam: Seam | None
+    """The parts that are chosen from, if it is one."""
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether some values of the setting alone need it."""
+        return isinstance(self.of, Of) and bool(self.of.values)
+
+    @property
+    def names(self) -> tuple[Any, ...]:
+        """The built-in kinds; none where all but 0, false and empty ones are meant."""
+        if not self.of.reads or self.seam is None:
+            return self.of.kinds
+        return tuple(name for name, each in self.seam.builtins.items() if _declares(each.reads, self.of.reads))
+
+    def is_chosen(self, chosen: Any) -> bool:
+        """Whether something reads the setting where the other one has this value."""
+        if self.seam is None:
+            return chosen in self.names if self.names else bool(chosen)
+        if self.of.reads:
+            return _declares(self.seam.reads(chosen), self.of.reads)
+        name = self.seam.name_of(chosen)
+        return name in self.names or name not in self.seam.builtins
+
+    def with_value(self, value: object) -> str:
+        """`strategy=fsdp2`: the other setting, or the group that chooses it, with a value."""
+        return f"{_GROUPS.get(self.setting, self.setting)}={value}"
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """`strategy=fsdp2`, `strategy=ddp`, or `trainer.docs_per_step`: what to choose, each as it is typed."""
+        if self.names:
+            return tuple(self.with_value(each if isinstance(each, str) else str(each).lower()) for each in self.names)
+        return (self.of.write if "=" in self.of.write and "." not in self.of.write else self.setting,)
+
+
+_GROUPS = {"generator.backend": "generator", "placement.backend": "placement", "strategy.name": "strategy"}
+"""Settings that a group of nearly their name chooses."""
+
+
+def _declares(reads: Reads, name: str) -> bool:
+    return name in reads.columns or getattr(reads, name, False) is True
+
+
+@cache
+def kinds_of(schema: type) -> Mapping[str, tuple[SchemaField, tuple[Kind, ...]]]:
+    """By dotted name, each setting that belongs to a kind of another, and what must be chosen for it."""
+    seams = parts_of(schema)
+    return {
+        field.path: (field, tuple(Kind(setting=name, of=of, seam=seams.get(name)) for name, of in field.read_with))
+        for field in walk(schema)
+        if field.read_with and not field.section
+    }
+
+
+def kind_sentences(field: SchemaField, schema: type) -> Iterator[str]:
+    """What must be chosen for a setting by its own declaration, beside what its section says: `For `strategy=fsdp2`.`"""
+    _, kinds = kinds_of(schema).get(field.path, (field, ()))
+    for kind in (each for each in kinds if each.of in facts(field.annotation, ReadWith)):
+        written = " or ".join(f"`{each}`" for each in kind.written)
+        values = [str(each).lower() for each in kind.of.values] if isinstance(kind.of, Of) else []
+        yield f"{' or '.join(values)} for {written} alone." if values else f"For {written}."
 
 
 def unusual_values(config: object) -> Iterator[tuple[str, float, Usual]]:
@@ -167,85 +379,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-
-def remedy_for_unknown(path: str, schema: type) -> str:
-    """What to write instead of an unknown `path`; empty where nothing is near."""
-    for old, now in MOVED.items():
-        if path == old or path.startswith(f"{old}."):
-            return now.format(key=path.removeprefix(f"{old}.") if path != old else "KEY")
-    near, convert = meant_by(path, schema)
-    if "=" in near:
-        return f"write {near}. {convert}".rstrip(". ")
-    return f"did you mean {near}? {convert}".rstrip() if near else convert
-
-
-def meant_by(path: str, schema: type) -> tuple[str, str]:
-    """Return the setting that was most likely meant by an unknown `path`, as other trainers call it or misspelt, and how to
-    convert its value; no setting but a sentence where there is nothing to set; both empty where nothing is near."""
-    name, convert = peer_setting(path, (field.path for field in walk(schema)))
-    if name or convert:
-        return name, convert
-    return _argument(path, schema) or suggest(path, schema) or "", ""
-
-
-def _argument(path: str, schema: type) -> str:
-    """How the argument of a part is written that an unknown setting beside it names, or nearly; empty where another setting
-    beside it is nearer."""
-    section, _, name = path.rpartition(".")
-    written = {}
-    for setting, seam in parts_of(schema).items():
-        for part in seam if setting.rpartition(".")[0] == section else ():
-            for argument in seam.arguments(part):
-                written[f"{part}_{argument}"] = written[argument] = f"{setting}={{{TARGET}:{part},{argument}:VALUE}}"
-    settings = [field.name for field in walk(schema) if field.path == f"{section}.{field.name}"]
-    near = difflib.get_close_matches(name, [*settings, *written], n=1, cutoff=0.75)
-    return written.get(near[0], "") if near else ""
-
-
-MOVED = {
-    "environment.kwargs": "settings of an environment stand beside it: write "
-    "environment.env_class={{_target_: NAME, {key}: ...}}",
-    "environment.max_workers": "write environment.num_workers",
-    "trainer.algorithm.use_rollout_logprobs": "write trainer.algorithm.proximal=behaviour for true, recompute for false",
-}
-"""Settings that there were, and what to write now."""
-
-
-_SHORTEST_BEGINNING = 4
-"""Letters of a name that may be the beginning of another's."""
-
-
-def suggest(path: str, schema: type) -> str | None:
-    """The dotted name that was most likely meant by an unknown `path`, or None.
-
-    Siblings first (a misspelt key), then the same last part anywhere (a key at the wrong level), siblings that begin like
-    it (a key cut short, and misspelt), and a similar last part anywhere; anywhere, the one that shares most parts with
-    `path`, then the first in the schema.
-    """
-    paths = [field.path for field in walk(schema)]
-    parent, _, name = path.rpartition(".")
-    siblings = {field.rpartition(".")[2]: field for field in paths if field.rpartition(".")[0] == parent}
-    for near in difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.75):
-        return siblings[near]
-    by_name: dict[str, list[str]] = {}
-    for candidate in paths:
-        by_name.setdefault(candidate.rpartition(".")[2], []).append(candidate)
-    if name not in by_name and len(name) >= _SHORTEST_BEGINNING:
-        longer = sorted((sibling for sibling in siblings if len(sibling) > len(name)), key=len, reverse=True)
-        beginnings = {sibling[: len(name)]: sibling for sibling in longer}  # of several the shortest
-        for near in difflib.get_close_matches(name, list(beginnings), n=1, cutoff=0.85):
-            return siblings[beginnings[near]]
-    near_names = [name] if name in by_name else difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.75)
-    if near_names:
-        given = set(path.split("."))
-        return max(by_name[near_names[0]], key=lambda candidate: len(given & set(candidate.split("."))))
-    above = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
-    whole = difflib.get_close_matches(path, [field for field in paths if field not in above], n=1, cutoff=0.75)
-    return whole[0] if whole else None
-
-
-def nearest(name: str, options: Sequence[str]) -> str | None:
-    """The option most like `name`, or one that it is a part of."""
-    near = difflib.get_close_matches(name, options, n=1) or [option for option in options if name and name in option]
-    return near[0] if near else None

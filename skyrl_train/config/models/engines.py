@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.fields.facts import (
+from skyrl_train.config.fields.fields import (
     BatchSize,
     Forks,
     Fraction,
@@ -16,10 +16,12 @@ from skyrl_train.config.fields.facts import (
     NonNegativeCount,
     NonNegativeFloat,
     NonNegativeInt,
+    Of,
     PositiveCount,
     PositiveFloat,
     PositiveInt,
     Range,
+    ReadWith,
     Resume,
     Seconds,
     Usual,
@@ -71,7 +73,7 @@ class VLLMConfig:
     on a GPU, which is false."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts that come again. Reset at each weight sync."""
-    lora_sync: Literal["merged", "adapter"] = "merged"
+    lora_sync: Annotated[Literal["merged", "adapter"], Of("model.lora.rank", write="model.lora.rank=16")] = "merged"
     """With `model.lora`: engines get all weights with the adapter merged, or the adapter alone, which they apply beside
     the weights of `model.path`: far fewer bytes a sync, somewhat slower generation."""
     max_restarts: Free[NonNegativeInt] = 1
@@ -149,10 +151,10 @@ class GeneratorConfig:
     """For evaluation: whatever is not stated, but for the temperature, is as in `generator.sampling`."""
     eval_n_samples_per_prompt: Free[BatchSize] = 1
     """Trajectories per held-out prompt; pass@n is reported for it."""
-    seeds: Forks[Literal["request", "engine"]] = "request"
-    """request: each response has a seed of its own, so that a resumed run samples what it would have. engine (vllm, http):
+    seeds: Annotated[Forks[Literal["request", "engine"]], Of(".backend", ("vllm", "http"))] = "request"
+    """request: each response has a seed of its own, so that a resumed run samples what it would have. engine:
     one seed for all, so that a resume is not identical."""
-    max_batch_size: LayoutOnly[BatchSize] = 256
+    max_batch_size: Annotated[LayoutOnly[BatchSize], ReadWith(".backend", ("hf",))] = 256
     """Sequences that the hf backend generates together."""
     request_timeout_s: Free[Seconds] = 600.0
     """Deadline of one generation request."""
@@ -160,9 +162,9 @@ class GeneratorConfig:
     """Numbers that the engine's matrices are rounded to at each weight sync, with a scale for each output (hf, vllm; see
     `docs/algorithms.md`). fp8 with vllm on a GPU: computed in them, by vLLM itself. Else the engine computes with rounded
     weights in its own type, which shows what rounding does and saves nothing."""
-    vllm: LayoutOnly[VLLMConfig] = field(default_factory=lambda: VLLMConfig())
+    vllm: Annotated[LayoutOnly[VLLMConfig], Of(".backend", ("vllm",))] = field(default_factory=lambda: VLLMConfig())
     """The vllm backend."""
-    http: Free[HTTPConfig] = field(default_factory=lambda: HTTPConfig())
+    http: Annotated[Free[HTTPConfig], Of(".backend", ("http",))] = field(default_factory=lambda: HTTPConfig())
     """The http backend."""
     weight_transport: Free[Annotated[PartSpec, WEIGHT_TRANSPORTS]] = "auto"
     """How new weights get to the engine. auto: shared_memory on a CPU and within one process, files to a server, between
@@ -174,16 +176,16 @@ class GeneratorConfig:
     weight_change_tolerance: Forks[Annotated[float, Range(0.0)]] = 0.0
     """With full_sync_every: values that are at most so far from what the engines have of them are not sent either, so that
     engines are never further from the trainer. 0 sends every value that changed in any bit."""
-    verify_weight_sync: Free[bool | None] = None
+    verify_weight_sync: Annotated[Free[bool | None], Of(".backend", reads="own_devices", values=(True,))] = None
     """Compare how far an engine's log-probabilities of a probe (16 tokens after 256) moved with how far the trainer's did,
     and stop where they did not move alike. null: after the first ten syncs and every 50th. true: after each, and the
     difference is held to `weight_sync_tolerance`. false: the first sync's difference alone. For engines on devices of their
     own, which a custom one says with `@reads(own_devices=True)`."""
-    weight_sync_tolerance: Free[PositiveFloat] = 0.001
+    weight_sync_tolerance: Annotated[Free[PositiveFloat], Of(".backend", reads="own_devices")] = 0.001
     """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2. The
     probe of the first sync allows 0.5 where types are not float32 on a CPU."""
-    replay_path: Forks[str] = ""
-    """Rollouts to train on (backend replay): a Parquet or JSON-lines file, a folder of them, such as a run's `rollouts/`,
+    replay_path: Annotated[Forks[str], Of(".backend", ("replay",))] = ""
+    """Rollouts to train on: a Parquet or JSON-lines file, a folder of them, such as a run's `rollouts/`,
     or a run's `journal/`."""
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from skyrl_train.config.fields.facts import (
+from skyrl_train.config.fields.fields import (
     Fixed,
     Forks,
     Fraction,
@@ -15,6 +15,7 @@ from skyrl_train.config.fields.facts import (
     Most,
     NonNegativeFloat,
     NonNegativeInt,
+    Of,
     PositiveFloat,
     Range,
     ReadWith,
@@ -72,13 +73,16 @@ class ModelConfig:
     `quantization`). Needs `model.lora.rank`; not with `strategy=fsdp2`. Engines and exports have whole ones."""
     freeze: Fixed[tuple[Literal["vision"], ...]] = ()
     """`[vision]`: a model of images and text keeps its vision tower as it is."""
-    lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
+    lora: Annotated[LoraConfig, Of(".lora.rank")] = field(default_factory=LoraConfig)
     """Train an adapter."""
 
     @property
     def recomputes(self) -> bool:
         """Whether activations are recomputed; not where nobody has decided (`plan/memory/fitting.py`)."""
         return self.gradient_checkpointing is True
+
+
+_Beta = Annotated[float, Range(0.0, 1.0, exclusive_max=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +95,9 @@ class OptimizerConfig:
         1e-6
     )
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[_Beta, _Beta], ReadWith(".name", ("adamw",))] = (0.9, 0.999)
     """AdamW's averaging coefficients."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[PositiveFloat, ReadWith(".name", ("adamw",))] = 1e-8
     """AdamW's denominator term."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; not applied to biases and norms."""
@@ -103,7 +107,7 @@ class OptimizerConfig:
     """Optimizer steps from 0 to the peak learning rate."""
     schedule: Annotated[PartSpec, SCHEDULES] = "constant"
     """After warm-up, over the optimizer steps that the batch plan announces."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Annotated[Fraction, ReadWith(".schedule", ("linear", "cosine"))] = 0.0
     """Where linear and cosine end, as a share of `lr`."""
 
 
@@ -122,7 +126,9 @@ class CriticModelConfig:
     path: Forks[str] = ""
     """Folder, hub name or `builtin:NAME`, `policy` for a copy of the policy's weights with a new value head, or empty
     for no critic. The `score` head of a reward model with one label is kept; a new head starts at 0."""
-    lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
+    lora: Annotated[LoraConfig, Of(".path", write="critic.model.path=policy"), Of(".lora.rank")] = field(
+        default_factory=LoraConfig
+    )
     """Train an adapter and the value head in place of all weights; independent of the policy's `model.lora`."""
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.fields.facts import (
+from skyrl_train.config.fields.fields import (
     CutsRows,
     Free,
     LayoutOnly,
     NonNegativeCount,
     NonNegativeFloat,
+    Of,
     PositiveCount,
     Seconds,
 )
@@ -26,6 +27,12 @@ ROLES = ("policy", "critic", "ref")
 """First part of the names of a model's settings."""
 RATE_NAMES = ("linear_flops", "attention_flops", "flex_flops", "kernel_s", "read_bytes")
 """Entries of `platform.rates`."""
+
+
+_SHARDED = Of(".name", ("fsdp2",))
+_RANKS = Of(".name", ("fsdp2", "ddp"), why="that is one process")
+_CHOSEN = Of(".auto", write="placement=auto")
+_CLUSTER = Of(".ray_address", write="placement.ray_address=auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,29 +64,31 @@ class StrategyConfig:
 
     name: Annotated[PartSpec, STRATEGIES] = "single"
     """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks. Or a custom one, of one process or many."""
-    sequence_parallel_size: CutsRows[PositiveCount] = 1
+    sequence_parallel_size: Annotated[CutsRows[PositiveCount], _RANKS] = 1
     """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
     ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
-    fsdp_size: LayoutOnly[NonNegativeCount] = 0
-    """Ranks over which parameters, gradients and optimizer state are sharded (fsdp2); 0 is all of them. Groups of so many
+    fsdp_size: Annotated[LayoutOnly[NonNegativeCount], _SHARDED] = 0
+    """Ranks over which parameters, gradients and optimizer state are sharded; 0 is all of them. Groups of so many
     ranks hold the same, and sum gradients among each other: less memory is saved, but what is gathered in each pass stays
     within a group, such as a node. Must divide the ranks of every model."""
-    tensor_parallel_size: CutsRows[PositiveCount] = 1
+    tensor_parallel_size: Annotated[CutsRows[PositiveCount], _SHARDED] = 1
     """So many neighbouring ranks compute each micro-batch together, each with a part of every matrix, by the plan that
-    transformers has for the model's family (fsdp2). For models whose layers do not fit a device when they are gathered.
+    transformers has for the model's family. For models whose layers do not fit a device when they are gathered.
     Must divide the ranks, heads, features and vocabulary of every model."""
-    expert_parallel_size: LayoutOnly[PositiveCount] = 1
+    expert_parallel_size: Annotated[LayoutOnly[PositiveCount], _RANKS] = 1
     """So many neighbouring ranks divide the experts of each layer of a mixture, and tokens travel to them; all else stays as
     `name` says. Must divide the ranks and the experts of every model, and not go beyond `fsdp_size` ranks."""
-    layers_ahead: Free[NonNegativeCount | None] = None
-    """Decoder layers whose parameters are gathered ahead of the one at work (fsdp2): more memory, less waiting. 0: as FSDP2
+    layers_ahead: Annotated[Free[NonNegativeCount | None], _SHARDED] = None
+    """Decoder layers whose parameters are gathered ahead of the one at work: more memory, less waiting. 0: as FSDP2
     does by itself, one ahead in backward passes alone. null: 1 where experts are divided, else 0."""
-    cpu_offload: Literal["auto", "optimizer", True, False] = "auto"
+    cpu_offload: Annotated[
+        Literal["auto", "optimizer", True, False], Of(".name", ("fsdp2",), values=(True,), why="optimizer is for any")
+    ] = "auto"
     """What is in host memory. optimizer: the optimizer's state between its steps, in each of which it comes to the device a
     part at a time; any strategy, and the update is the same bit for bit. true: parameters, gradients and state, and the CPU
-    updates them (fsdp2). auto: optimizer where `placement=auto` finds no room without and has it with that, else nothing."""
-    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """When ranks sum gradients (fsdp2). step: with an optimizer step's last micro-batch; until then each rank keeps the
+    updates them. auto: optimizer where `placement=auto` finds no room without and has it with that, else nothing."""
+    gradient_sync: Annotated[Literal["auto", "step", "micro_batch"], _SHARDED] = "auto"
+    """When ranks sum gradients. step: with an optimizer step's last micro-batch; until then each rank keeps the
     gradient of the whole model, 4 bytes a trained parameter. micro_batch: with each, which keeps shards alone. auto: step
     where whole gradients take at most a tenth of the device's memory."""
 
@@ -127,12 +136,12 @@ class PlacementConfig:
     """Choose backend, ranks, engines, what they share and how `strategy=fsdp2` shards for the GPUs that there are
     (`placement=auto`): of this machine, or of the cluster at `ray_address`. What is stated of ranks and sharing is then
     refused; settings of engines and of `strategy` stay as they are stated."""
-    num_gpus: NonNegativeCount = 0
-    """GPUs to choose for (auto): of those there are, or for a plan without any; 0 counts them."""
-    num_nodes: PositiveCount = 1
-    """Nodes over which `num_gpus` are spread evenly (auto)."""
-    gpu_memory_gb: NonNegativeFloat = 0.0
-    """Memory of one GPU in GB (10^9 bytes) to choose for (auto); 0 asks the driver, and takes 80 where it does not say."""
+    num_gpus: Annotated[NonNegativeCount, _CHOSEN] = 0
+    """GPUs to choose for: of those there are, or for a plan without any; 0 counts them."""
+    num_nodes: Annotated[PositiveCount, _CHOSEN] = 1
+    """Nodes over which `num_gpus` are spread evenly."""
+    gpu_memory_gb: Annotated[NonNegativeFloat, _CHOSEN] = 0.0
+    """Memory of one GPU in GB (10^9 bytes) to choose for; 0 asks the driver, and takes 80 where it does not say."""
     host_memory_gb: Free[NonNegativeFloat] = 0.0
     """Memory of one node in GB (10^9 bytes), against which a plan checks what the run keeps there; 0 reads it, or the limit
     of the container, where the GPUs that are planned for are this machine's."""
@@ -161,7 +170,9 @@ class PlacementConfig:
     """GPUs of each of them; 0 where `ref_num_workers` counts."""
     inference_num_nodes: NonNegativeCount = 0
     """Nodes for engines alone; 0 puts engines on any node with room."""
-    inference_num_gpus_per_node: NonNegativeCount = 0
+    inference_num_gpus_per_node: Annotated[
+        NonNegativeCount, Of(".inference_num_nodes", write="placement.inference_num_nodes=1")
+    ] = 0
     """GPUs of each of them; 0 follows from the engines."""
     colocate_all: bool = False
     """Models and engines share devices; each gives its memory up while the others work, as `offload` says."""
@@ -171,12 +182,12 @@ class PlacementConfig:
     whose `generator.vllm.gpu_memory_utilization` still has half the context of each sequence; it is then lowered to that."""
     colocate_policy_ref: bool = True
     """Policy and reference share devices."""
-    ray_address: Free[str] = ""
+    ray_address: Annotated[Free[str], Of(".backend", ("ray",))] = ""
     """A cluster to join (`auto`, `ray://host:port`, `host:port`); empty starts a session of this machine alone."""
-    wait_for_nodes_s: Free[NonNegativeFloat] = 0.0
+    wait_for_nodes_s: Annotated[Free[NonNegativeFloat], _CLUSTER] = 0.0
     """How long a joined cluster may take to have the devices that are asked for: nodes that are still joining, or an
     autoscaler. 0 refuses at once what its nodes cannot hold."""
-    allow_fewer_workers: Free[bool] = False
+    allow_fewer_workers: Annotated[Free[bool], _CLUSTER] = False
     """Where a run is restarted (`trainer.max_restarts`) and the cluster has lost nodes that do not come back within
     `wait_for_nodes_s`: go on with the most ranks that the batch sizes allow and the other nodes hold."""
     start_timeout_s: Free[Seconds] = 300.0

@@ -2,14 +2,17 @@
 
 from skyrl_train.config.rules.algorithm_rules import ALGORITHM_RULES
 from skyrl_train.config.rules.batch_rules import Role, Sizes, data_parallel_size, divisors
-from skyrl_train.config.rules.expert_rules import EXPERT_PARALLEL, num_experts
-from skyrl_train.config.rules.image_rules import layout_violations, part_violations
 from skyrl_train.config.rules.mix import MixedDataset, mixed_datasets
 from skyrl_train.config.rules.validate import RULES, near_path, run_rules, validate_config
 from skyrl_train.config.rules.validate_batch import FIELDS, sizes_of, validate_batch_sizes, with_sound_sizes
 from skyrl_train.config.rules.validate_engines import ENGINE_RULES
-from skyrl_train.config.rules.validate_models import quantization
-from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
+from skyrl_train.config.rules.validate_models import layout_violations, part_violations, quantization
+from skyrl_train.config.rules.validate_placement import (
+    ENGINE_PLACEMENT_RULES,
+    EXPERT_PARALLEL,
+    PLACEMENT_RULES,
+    num_experts,
+)
 
 __all__ = [
     "ALGORITHM_RULES",

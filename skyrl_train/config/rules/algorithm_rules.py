@@ -20,155 +20,82 @@ from skyrl_train.registry import split_spec
 _PREFIX = "trainer.algorithm."
 
 
-def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> Iterator[Violation]:
-    """A violation of the setting `name` unless the rule holds; `remedy` is a setting to try, or advice."""
-    if not holds:
-        advice = f"try {_PREFIX}{remedy}" if "=" in remedy else remedy
-        yield Violation(field=_PREFIX + name, rule=rule, value=str(value), remedy=advice)
+def _violation(name: str, rule: str, value: object, remedy: str) -> Violation:
+    """Of the setting `name`; `remedy` is a setting to try, or advice."""
+    return Violation.of(_PREFIX + name, value, rule, f"try {_PREFIX}{remedy}" if "=" in remedy else remedy)
 
 
 def _double_correction(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     correction, loss = algorithm.off_policy, split_spec(algorithm.policy_loss)[0]
-    yield from _require(
-        not (correction.enabled and starts_at_rollout(algorithm)),
-        "off_policy.weight",
-        f"cannot be combined with policy_loss={loss}, whose ratio already starts at the rollout",
-        correction.weight,
-        f"switch the correction off, or choose another {_PREFIX}policy_loss",
-    )
+    if correction.enabled and starts_at_rollout(algorithm):
+        rule = f"cannot be combined with policy_loss={loss}, whose ratio already starts at the rollout"
+        remedy = f"switch the correction off, or choose another {_PREFIX}policy_loss"
+        yield _violation("off_policy.weight", rule, correction.weight, remedy)
 
 
 def _proximal(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    why = _why_not_behaviour(algorithm)
-    yield from _require(
-        not (algorithm.proximal == "behaviour" and why),
-        "proximal",
-        f"cannot be behaviour {why}",
-        algorithm.proximal,
-        "proximal=recompute",
-    )
-
-
-def _batch_normalize(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    correction = algorithm.off_policy
-    yield from _require(
-        not (correction.batch_normalize and not correction.weighs),
-        "off_policy.batch_normalize",
-        "needs weights to normalise: off_policy.weight other than none",
-        correction.batch_normalize,
-        "off_policy.weight=token",
-    )
+    if algorithm.proximal == "behaviour" and (why := _why_not_behaviour(algorithm)):
+        yield _violation("proximal", f"cannot be behaviour {why}", algorithm.proximal, "proximal=recompute")
 
 
 def _bounds(algorithm: AlgorithmConfig, low: str, high: str) -> Iterator[Violation]:
     """The lower one of two settings of `off_policy` must not be above the other."""
     low_value, high_value = getattr(algorithm.off_policy, low), getattr(algorithm.off_policy, high)
-    name = f"off_policy.{low}"
-    yield from _require(
-        low_value <= high_value, name, f"must not be above {high}={high_value:g}", low_value, f"{name}=0"
-    )
+    if low_value > high_value:
+        name = f"off_policy.{low}"
+        yield _violation(name, f"must not be above {high}={high_value:g}", low_value, f"{name}=0")
 
 
 def _entropy_coef(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    yield from _require(
-        not (
-            algorithm.entropy_controller == "adaptive" and not 0 <= algorithm.entropy_coef <= algorithm.entropy_coef_max
-        ),
-        "entropy_coef",
-        f"must lie between 0 and entropy_coef_max={algorithm.entropy_coef_max:g} with entropy_controller=adaptive",
-        algorithm.entropy_coef,
-        "entropy_coef=0",
-    )
-
-
-def _kl_controller(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    yield from _require(
-        not (algorithm.kl_controller == "adaptive" and algorithm.kl_reward_coef == 0),
-        "kl_controller",
-        "adaptive needs a first weight: kl_reward_coef above 0",
-        algorithm.kl_controller,
-        "kl_reward_coef=0.05",
-    )
+    weight, most = algorithm.entropy_coef, algorithm.entropy_coef_max
+    if algorithm.entropy_controller == "adaptive" and not 0 <= weight <= most:
+        rule = f"must lie between 0 and entropy_coef_max={most:g} with entropy_controller=adaptive"
+        yield _violation("entropy_coef", rule, weight, "entropy_coef=0")
 
 
 def _reward_clip(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     low, high = algorithm.filters.reward_clip_low, algorithm.filters.reward_clip_high
-    yield from _require(
-        low is None or high is None or low < high,
-        "filters.reward_clip_low",
-        f"must be below reward_clip_high={high}",
-        low,
-        "filters.reward_clip_low=null",
-    )
+    if low is not None and high is not None and low >= high:
+        rule = f"must be below reward_clip_high={high}"
+        yield _violation("filters.reward_clip_low", rule, low, "filters.reward_clip_low=null")
 
 
 def _reward_weights(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     for name, component in algorithm.reward_components.items():
         given = component if isinstance(component, Mapping) else {"weight": component}
-        yield from _require(
-            _is_number(given.get("weight", 1.0))
-            and given.get("normalize", "group") in ("group", "none")
-            and set(given) <= {"weight", "normalize"},
-            f"reward_components.{name}",
-            "must be a number, the reward's weight, or {weight: 1, normalize: group|none}",
-            component,
-            f"reward_components={{{name}: 1}}",
-        )
+        is_weight = _is_number(given.get("weight", 1.0)) and given.get("normalize", "group") in ("group", "none")
+        if not is_weight or not set(given) <= {"weight", "normalize"}:
+            rule = "must be a number, the reward's weight, or {weight: 1, normalize: group|none}"
+            yield _violation(f"reward_components.{name}", rule, component, f"reward_components={{{name}: 1}}")
 
 
 def _self_taught(algorithm: AlgorithmConfig, name: str) -> Iterator[Violation]:
     """A self-taught policy has no weight on the divergence from a reference."""
     weight, estimator = getattr(algorithm, name), split_spec(algorithm.advantage_estimator)[0]
-    yield from _require(
-        not is_self_taught(algorithm) or weight == 0,
-        name,
-        f"must be 0 with advantage_estimator={estimator}, whose teacher takes the reference's place",
-        weight,
-        f"{name}=0",
-    )
+    if is_self_taught(algorithm) and weight != 0:
+        rule = f"must be 0 with advantage_estimator={estimator}, whose teacher takes the reference's place"
+        yield _violation(name, rule, weight, f"{name}=0")
 
 
 def _self_taught_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    estimator = split_spec(algorithm.advantage_estimator)[0]
-    yield from _require(
-        not (is_self_taught(algorithm) and "ref_logprobs" in loss_reads(algorithm).columns),
-        "policy_loss",
-        f"reads the reference, whose place the teacher of advantage_estimator={estimator} takes",
-        split_spec(algorithm.policy_loss)[0],
-        "policy_loss=regular",
-    )
-
-
-def _reward_components(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    yield from _require(
-        "reward_components" in estimator_reads(algorithm).columns or not algorithm.reward_components,
-        "reward_components",
-        f"are not read by advantage_estimator={split_spec(algorithm.advantage_estimator)[0]}",
-        dict(algorithm.reward_components),
-        "advantage_estimator=gdpo",
-    )
+    estimator, loss = (split_spec(each)[0] for each in (algorithm.advantage_estimator, algorithm.policy_loss))
+    if is_self_taught(algorithm) and "ref_logprobs" in loss_reads(algorithm).columns:
+        rule = f"reads the reference, whose place the teacher of advantage_estimator={estimator} takes"
+        yield _violation("policy_loss", rule, loss, "policy_loss=regular")
 
 
 def _step_rewards(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    estimator, reads = split_spec(algorithm.advantage_estimator)[0], estimator_reads(algorithm)
-    yield from _require(
-        not ("reward_components" in reads.columns and algorithm.step_rewards != "outcome"),
-        "step_rewards",
-        f"must be outcome with advantage_estimator={estimator}, which scores whole trajectories",
-        algorithm.step_rewards,
-        "step_rewards=outcome",
-    )
+    estimator, columns = split_spec(algorithm.advantage_estimator)[0], estimator_reads(algorithm).columns
+    if "reward_components" in columns and algorithm.step_rewards != "outcome":
+        rule = f"must be outcome with advantage_estimator={estimator}, which scores whole trajectories"
+        yield _violation("step_rewards", rule, algorithm.step_rewards, "step_rewards=outcome")
 
 
 def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    filters, estimator = algorithm.filters, split_spec(algorithm.advantage_estimator)[0]
-    yield from _require(
-        not (filters.dynamic_sampling != "none" and "values" in estimator_reads(algorithm).columns),
-        "filters.dynamic_sampling",
-        f"compares the trajectories of a prompt, which advantage_estimator={estimator} does not",
-        filters.dynamic_sampling,
-        "filters.dynamic_sampling=none",
-    )
+    sampling, estimator = algorithm.filters.dynamic_sampling, split_spec(algorithm.advantage_estimator)[0]
+    if sampling != "none" and "values" in estimator_reads(algorithm).columns:
+        rule = f"compares the trajectories of a prompt, which advantage_estimator={estimator} does not"
+        yield _violation("filters.dynamic_sampling", rule, sampling, "filters.dynamic_sampling=none")
 
 
 def _why_not_behaviour(algorithm: AlgorithmConfig) -> str:
@@ -216,16 +143,13 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _double_correction,
     _proximal,
     _rejection,
-    _batch_normalize,
     partial(_bounds, low="weight_low", high="weight_high"),
     partial(_bounds, low="sequence_mask_low", high="sequence_mask_high"),
     _entropy_coef,
-    _kl_controller,
     _reward_clip,
     _reward_weights,
     *(partial(_self_taught, name=name) for name in ("kl_loss_coef", "kl_reward_coef")),
     _self_taught_loss,
-    _reward_components,
     _step_rewards,
     _dynamic_sampling,
 )

@@ -101,7 +101,11 @@ def _read(
         name=str(name),
         weight=float(weight),
         data=data,
-        environment=section(EnvironmentConfig, _overlaid(environment_of_run, environment), f"{path}.environment"),
+        environment=section(
+            EnvironmentConfig,
+            {**_plain(environment_of_run), **environment} if isinstance(environment, Mapping) else environment,
+            f"{path}.environment",
+        ),
         sampling=sampling,
         eval_sampling={**{key: sampling[key] for key in sampling if key != "temperature"}, **eval_sampling},
     )
@@ -113,10 +117,6 @@ def _read(
         remedy = "set generator.sampling.temperature"
         violations.append(Violation.of(f"{path}.sampling.temperature", dataset.sampling["temperature"], rule, remedy))
     return dataset, violations
-
-
-def _overlaid(section: EnvironmentConfig, entry: object) -> object:
-    return {**_plain(section), **entry} if isinstance(entry, Mapping) else entry
 
 
 def _stated(entry: object, read: SamplingConfig) -> Mapping[str, Any]:

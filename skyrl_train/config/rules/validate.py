@@ -16,22 +16,48 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig, estimator_reads
+from skyrl_train.config.data.sources import DataConfig
 from skyrl_train.config.environment.rewards import REWARD_RULES
 from skyrl_train.config.fields.fields import Rule, is_refused, parts_of, recorded
 from skyrl_train.config.models.engines import GeneratorConfig
-from skyrl_train.config.models.placement import PlatformConfig, StrategyConfig
+from skyrl_train.config.models.placement import PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.config.placement.bundles import shares_devices
 from skyrl_train.config.rules.algorithm_rules import ALGORITHM_RULES
-from skyrl_train.config.rules.argument_rules import value_violations
-from skyrl_train.config.rules.async_rules import ASYNC_RULES
+from skyrl_train.config.rules.argument_rules import kind_violations, value_violations
 from skyrl_train.config.rules.mix import mixed_datasets
 from skyrl_train.config.rules.validate_engines import ENGINE_RULES
 from skyrl_train.config.rules.validate_models import MODEL_RULES, lora_targets, quantization
 from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
-from skyrl_train.config.schema import Config, DataConfig, LoopConfig, TrainerConfig
+from skyrl_train.config.schema import Config, LoopConfig, TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.parts import BATCH_RULES
-from skyrl_train.registry import PartSpec, did_you_mean, part_name, split_spec
+from skyrl_train.registry import did_you_mean, part_name, split_spec
 from skyrl_train.system import install_command
+
+
+def _apart(
+    trainer: TrainerConfig, generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig
+) -> Iterator[Violation]:
+    """With `trainer.max_staleness` engines compute while the learner does."""
+    if trainer.max_staleness and generator.has_own_devices and shares_devices(placement, generator, platform):
+        name, apart = "backend", "add placement=ray"
+        if placement.colocate_all:
+            name, apart = "colocate_all", "set placement.colocate_all=false"
+        rule = (
+            "has models and engines share devices, where one of them waits while the other computes: nothing would overlap "
+            f"with trainer.max_staleness={trainer.max_staleness}"
+        )
+        where = "with devices for both: placement=auto and placement=gpu_8_split have them apart"
+        remedy = f"{apart}, {where}, or set trainer.max_staleness=0"
+        yield Violation.of(f"placement.{name}", getattr(placement, name), rule, remedy)
+
+
+def _too_many(trainer: TrainerConfig) -> Iterator[Violation]:
+    in_order = trainer.take_groups == "in_order"
+    if trainer.max_staleness and trainer.oversample > 1 and not in_order and trainer.stale_groups == "wait":
+        rule = f"must be drop with trainer.oversample={trainer.oversample:g}: prompts that are too many cannot be waited for"
+        remedy = "set trainer.stale_groups=drop, or trainer.take_groups=in_order, or trainer.max_staleness=0"
+        yield Violation.of("trainer.stale_groups", "wait", rule, remedy)
 
 
 def validate_config(config: Config, *, refused: Collection[str] = ()) -> list[Violation]:
@@ -40,13 +66,20 @@ def validate_config(config: Config, *, refused: Collection[str] = ()) -> list[Vi
     Args:
         refused: fields whose value was refused before (they carry their defaults): nothing is said that follows from one.
     """
-    found = [*run_rules(config, RULES, refused), *part_violations(config, refused)]
+    found = rule_violations(config, RULES, refused)
     if config.data.mix and not is_refused("data.mix", refused):
         found += mixed_datasets(config.data, config.environment, config.generator.sampling)[1]
     for spec in config.trainer.batch_rules:
         if not BATCH_RULES.violations(spec):  # else it is among those found
             found += BATCH_RULES.resolve(spec)(config, refused)
     return found
+
+
+def rule_violations(config: object, rules: Iterable[Rule], refused: Collection[str] = ()) -> list[Violation]:
+    """What breaks rules between fields, declared ones first. Of a setting that nothing reads, no rule says more."""
+    unread = list(kind_violations(config, refused))
+    of_rules = [each for each in run_rules(config, rules, refused) if each.field not in {one.field for one in unread}]
+    return [*unread, *of_rules, *part_violations(config, refused)]
 
 
 def run_rules(root: object, rules: Iterable[Rule], refused: Collection[str] = ()) -> Iterator[Violation]:
@@ -94,23 +127,17 @@ def _response_length(generator: GeneratorConfig, name: str) -> Iterator[Violatio
     room, length = generator.max_context_length, getattr(generator, name).max_generate_length
     field = f"generator.{name}.max_generate_length"
     if length >= room:
-        yield Violation.of(
-            field,
-            length,
-            f"must leave room for a prompt in generator.max_context_length={room}",
-            f"try {field}={max(room // 2, 1)} or generator.max_context_length={2 * length}",
-        )
+        rule = f"must leave room for a prompt in generator.max_context_length={room}"
+        remedy = f"try {field}={max(room // 2, 1)} or generator.max_context_length={2 * length}"
+        yield Violation.of(field, length, rule, remedy)
 
 
 def _prompt_length(generator: GeneratorConfig, data: DataConfig) -> Iterator[Violation]:
     room = generator.max_context_length
     if data.max_prompt_length >= room:
-        yield Violation.of(
-            "data.max_prompt_length",
-            data.max_prompt_length,
-            f"must be less than generator.max_context_length={room}, or nothing is left for a response",
-            f"try data.max_prompt_length={max(room // 2, 1)}",
-        )
+        rule = f"must be less than generator.max_context_length={room}, or nothing is left for a response"
+        remedy = f"try data.max_prompt_length={max(room // 2, 1)}"
+        yield Violation.of("data.max_prompt_length", data.max_prompt_length, rule, remedy)
 
 
 def _why_not_equal(algorithm: AlgorithmConfig) -> tuple[str, str, str] | None:
@@ -130,12 +157,8 @@ def _why_not_equal(algorithm: AlgorithmConfig) -> tuple[str, str, str] | None:
 def _single_samples(generator: GeneratorConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if (why := _why_not_equal(algorithm)) and generator.n_samples_per_prompt == 1:
         _, single, instead = why
-        yield Violation.of(
-            "generator.n_samples_per_prompt",
-            generator.n_samples_per_prompt,
-            f"must be at least 2: {single}",
-            f"try generator.n_samples_per_prompt=8, or {instead}",
-        )
+        rule, remedy = f"must be at least 2: {single}", f"try generator.n_samples_per_prompt=8, or {instead}"
+        yield Violation.of("generator.n_samples_per_prompt", generator.n_samples_per_prompt, rule, remedy)
 
 
 def _equal_samples(generator: GeneratorConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -144,53 +167,34 @@ def _equal_samples(generator: GeneratorConfig, algorithm: AlgorithmConfig) -> It
         return
     if sampling.temperature == 0 or sampling.top_k == 1:
         field = "temperature" if sampling.temperature == 0 else "top_k"
-        yield Violation.of(
-            f"generator.sampling.{field}",
-            getattr(sampling, field),
-            f"makes all samples of a prompt equal, and {why[0]}",
-            f"try generator.sampling.{field}={1.0 if field == 'temperature' else -1}",
-        )
+        rule = f"makes all samples of a prompt equal, and {why[0]}"
+        remedy = f"try generator.sampling.{field}={1.0 if field == 'temperature' else -1}"
+        yield Violation.of(f"generator.sampling.{field}", getattr(sampling, field), rule, remedy)
 
 
 def _evaluation(generator: GeneratorConfig) -> Iterator[Violation]:
     if generator.eval_n_samples_per_prompt > 1 and generator.eval_sampling.temperature == 0:
-        yield Violation.of(
-            "generator.eval_n_samples_per_prompt",
-            generator.eval_n_samples_per_prompt,
-            "must be 1 with generator.eval_sampling.temperature=0: greedy answers are all the same",
-            "try generator.eval_n_samples_per_prompt=1 or generator.eval_sampling.temperature=1.0",
-        )
+        rule = "must be 1 with generator.eval_sampling.temperature=0: greedy answers are all the same"
+        remedy = "try generator.eval_n_samples_per_prompt=1 or generator.eval_sampling.temperature=1.0"
+        yield Violation.of("generator.eval_n_samples_per_prompt", generator.eval_n_samples_per_prompt, rule, remedy)
 
 
 def _resume(trainer: LoopConfig) -> Iterator[Violation]:
     mode, path = trainer.resume_mode, trainer.resume_path
     reads_path = mode in ("from_path", "fork")
     if reads_path and not path:
-        yield Violation.of(
-            "trainer.resume_path",
-            path,
-            f"must be given with trainer.resume_mode={mode}",
-            "set trainer.resume_path to a checkpoint folder or a run's output folder",
-        )
+        rule = f"must be given with trainer.resume_mode={mode}"
+        remedy = "set trainer.resume_path to a checkpoint folder or a run's output folder"
+        yield Violation.of("trainer.resume_path", path, rule, remedy)
     elif reads_path and "://" in path:
         yield from _url("trainer.resume_path", path)
         own = trainer.checkpoint_url.rstrip("/")
         if mode == "fork" and own and f"{path}/".startswith(f"{own}/"):
-            yield Violation.of(
-                "trainer.checkpoint_url",
-                trainer.checkpoint_url,
-                "must be another than that of the run that is forked: a fork is a new run",
-                "give the fork a trainer.checkpoint_url of its own",
-            )
+            rule = "must be another than that of the run that is forked: a fork is a new run"
+            remedy = "give the fork a trainer.checkpoint_url of its own"
+            yield Violation.of("trainer.checkpoint_url", trainer.checkpoint_url, rule, remedy)
     elif reads_path and not Path(path).expanduser().is_dir():
         yield Violation.of("trainer.resume_path", path, "must be an existing folder", near_path(path))
-    elif not reads_path and path:
-        yield Violation.of(
-            "trainer.resume_path",
-            path,
-            f"is not read with trainer.resume_mode={mode}",
-            "add trainer.resume_mode=from_path (or fork), or drop trainer.resume_path",
-        )
 
 
 def _checkpoint_url(trainer: LoopConfig) -> Iterator[Violation]:
@@ -220,21 +224,11 @@ def _url(field: str, url: str) -> Iterator[Violation]:
 def _replay(generator: GeneratorConfig) -> Iterator[Violation]:
     backend, path = generator.backend, generator.replay_path
     if backend == "replay" and not path:
-        yield Violation.of(
-            "generator.replay_path",
-            path,
-            "must be given with generator.backend=replay",
-            "set generator.replay_path to a run's `rollouts` or `journal` folder, or a JSON-lines file in it",
-        )
+        rule = "must be given with generator.backend=replay"
+        remedy = "set generator.replay_path to a run's `rollouts` or `journal` folder, or a JSON-lines file in it"
+        yield Violation.of("generator.replay_path", path, rule, remedy)
     elif backend == "replay" and not Path(path).expanduser().exists():
         yield Violation.of("generator.replay_path", path, "must be an existing file or folder", near_path(path))
-    elif backend != "replay" and path:
-        yield Violation.of(
-            "generator.replay_path",
-            path,
-            f"is not read with generator.backend={part_name(backend)}",
-            "add generator=replay, or drop generator.replay_path",
-        )
 
 
 def near_path(path: str) -> str:
@@ -250,53 +244,20 @@ def near_path(path: str) -> str:
     return f"in {folder}: {near}" if near else f"{folder} has nothing like {wanted.name}"
 
 
-def _strategy(strategy: StrategyConfig) -> Iterator[Violation]:
-    if strategy.offloads_all and strategy.kind != "fsdp2" and not strategy.is_custom:
-        yield Violation.of(
-            "strategy.cpu_offload",
-            strategy.cpu_offload,
-            f"needs strategy=fsdp2 and does nothing with {strategy.kind}",
-            "add strategy=fsdp2, or try strategy.cpu_offload=optimizer",
-        )
-
-
-def _docs_per_step(trainer: TrainerConfig) -> Iterator[Violation]:
-    if trainer.docs_per_step_exact and not trainer.docs_per_step:
-        yield Violation.of(
-            "trainer.docs_per_step_exact",
-            trainer.docs_per_step_exact,
-            "does nothing with trainer.docs_per_step=0",
-            "set trainer.docs_per_step, or drop trainer.docs_per_step_exact",
-        )
-
-
 def _micro_batching(trainer: TrainerConfig) -> Iterator[Violation]:
     if trainer.auto_micro_batch_size and trainer.micro_batching != "auto":
-        yield Violation.of(
-            "trainer.auto_micro_batch_size",
-            trainer.auto_micro_batch_size,
-            f"means trainer.micro_batching=auto, but that is {part_name(trainer.micro_batching)}",
-            "drop one of the two",
-        )
+        rule = f"means trainer.micro_batching=auto, but that is {part_name(trainer.micro_batching)}"
+        yield Violation.of("trainer.auto_micro_batch_size", trainer.auto_micro_batch_size, rule, "drop one of the two")
 
 
 def _memory_budget(trainer: LoopConfig, platform: PlatformConfig) -> Iterator[Violation]:
-    if not trainer.sizes_itself and trainer.memory_budget_gb:
-        yield Violation.of(
-            "trainer.memory_budget_gb",
-            trainer.memory_budget_gb,
-            f"does nothing with trainer.micro_batching={part_name(trainer.micro_batching)}",
-            'add trainer.micro_batching=auto (a custom planner declares @reads("memory_budget")), or drop '
-            "trainer.memory_budget_gb",
-        )
-    elif trainer.sizes_itself and platform.name == "cpu" and not trainer.memory_budget_gb:
-        yield Violation.of(
-            "trainer.memory_budget_gb",
-            trainer.memory_budget_gb,
+    if trainer.sizes_itself and platform.name == "cpu" and not trainer.memory_budget_gb:
+        rule = (
             f"must be given with trainer.micro_batching={part_name(trainer.micro_batching)} on a CPU, where no device "
-            "states a limit",
-            "try trainer.memory_budget_gb=1, the GiB that models, optimizer and activations may hold together",
+            "states a limit"
         )
+        remedy = "try trainer.memory_budget_gb=1, the GiB that models, optimizer and activations may hold together"
+        yield Violation.of("trainer.memory_budget_gb", trainer.memory_budget_gb, rule, remedy)
 
 
 def _memory_probe(trainer: LoopConfig, strategy: StrategyConfig) -> Iterator[Violation]:
@@ -304,53 +265,34 @@ def _memory_probe(trainer: LoopConfig, strategy: StrategyConfig) -> Iterator[Vio
     if not trainer.sizes_itself or probe == "measure":
         return
     if probe == "xla" and find_spec("jax") is None:
-        yield Violation.of(
-            field,
-            probe,
-            "needs JAX, which is not installed",
-            f"{install_command('jax')}, or set trainer.memory_probe=trace",
-        )
+        rule = "needs JAX, which is not installed"
+        yield Violation.of(field, probe, rule, f"{install_command('jax')}, or set trainer.memory_probe=trace")
     if strategy.ranks_per_share > 1:
-        yield Violation.of(
-            field,
-            probe,
-            f"must be measure with {strategy.stated_sharing}: ranks that share a forward are not predicted",
-            "set trainer.memory_probe=measure",
-        )
+        rule = f"must be measure with {strategy.stated_sharing}: ranks that share a forward are not predicted"
+        yield Violation.of(field, probe, rule, "set trainer.memory_probe=measure")
 
 
-def _steps_of_documents(trainer: TrainerConfig) -> Iterator[Violation]:
-    yield from steps_at_micro_batches(trainer.micro_batching, trainer.docs_per_step)
-
-
-def steps_at_micro_batches(micro_batching: PartSpec, docs_per_step: int) -> Iterator[Violation]:
+def _steps_of_documents(trainer: LoopConfig) -> Iterator[Violation]:
     """Micro-batches that size themselves do not close steps."""
-    if micro_batching == "auto" and docs_per_step:
-        yield Violation.of(
-            "trainer.docs_per_step",
-            docs_per_step,
+    if trainer.micro_batching == "auto" and trainer.docs_per_step:
+        rule = (
             "must be 0 with trainer.micro_batching=auto: it closes steps at micro-batches, so that another device would "
-            "take other steps",
-            "set trainer.docs_per_step=0, or trainer.micro_batching=token_budget",
+            "take other steps"
         )
+        remedy = "set trainer.docs_per_step=0, or trainer.micro_batching=token_budget"
+        yield Violation.of("trainer.docs_per_step", trainer.docs_per_step, rule, remedy)
 
 
 def _trajectory_rows(generator: GeneratorConfig) -> Iterator[Violation]:
     if generator.step_wise_trajectories and generator.trajectory_rows not in ("per_trajectory", "per_turn"):
-        yield Violation.of(
-            "generator.trajectory_rows",
-            generator.trajectory_rows,
-            "excludes generator.step_wise_trajectories=true, which means per_turn",
-            "drop generator.step_wise_trajectories",
-        )
+        rule = "excludes generator.step_wise_trajectories=true, which means per_turn"
+        remedy = "drop generator.step_wise_trajectories"
+        yield Violation.of("generator.trajectory_rows", generator.trajectory_rows, rule, remedy)
 
 
 def _data(data: DataConfig, generator: GeneratorConfig) -> Iterator[Violation]:
     if not data.train and not data.mix and generator.backend != "replay":
         yield Violation.of("data.train", data.train, "must name at least one source", "try data=word_problems")
-    if generator.backend == "replay" and (data.mix or data.curriculum.enabled):
-        field = "data.mix" if data.mix else "data.curriculum.enabled"
-        yield Violation.of(field, True, "is not read with generator=replay: recordings hold prompts", f"drop {field}")
 
 
 def _run_name(run_name: str) -> Iterator[Violation]:
@@ -373,9 +315,9 @@ SHARED_RULES: tuple[Rule, ...] = (
     _checkpoint_url,
     *PROCESS_RULES,
     *PLACEMENT_RULES,
-    _strategy,
     _memory_budget,
     _memory_probe,
+    _steps_of_documents,
     lora_targets,
     quantization,
 )
@@ -391,13 +333,12 @@ RULES: tuple[Rule, ...] = (
     *ENGINE_PLACEMENT_RULES,
     *ENGINE_RULES,
     *MODEL_RULES,
-    _docs_per_step,
     _micro_batching,
-    _steps_of_documents,
     _trajectory_rows,
     _data,
     *ALGORITHM_RULES,
-    *ASYNC_RULES,
+    _apart,
+    _too_many,
     *REWARD_RULES,
 )
 """Every rule between fields of reinforcement learning, but for those of batch sizes."""

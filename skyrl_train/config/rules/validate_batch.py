@@ -2,7 +2,7 @@
 
 The rules are in `batch_rules.py`; with `trainer.batch_validation=relaxed`, step-wise trajectories, a token budget or
 `docs_per_step` the strict ones cannot or need not hold, and what that costs is said in the plan's notes. All rules are
-reported whose sizes are known, and each remedy, applied, leaves none broken (`batch_repairs.py`): it sets what is not
+reported whose sizes are known, and each remedy, applied, leaves none broken (`find_repairs` there): it sets what is not
 positive or was refused, too.
 """
 
@@ -13,11 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.config.algorithm.settings import needs_reference
-from skyrl_train.config.fields.facts import Range
-from skyrl_train.config.fields.fields import fact, is_refused, recorded, strip, walk
+from skyrl_train.config.fields.fields import Range, fact, is_refused, recorded, strip, walk
 from skyrl_train.config.models.placement import SHARING_SETTINGS
-from skyrl_train.config.rules.batch_repairs import find_repairs
-from skyrl_train.config.rules.batch_rules import Problem, Sizes, problems
+from skyrl_train.config.rules.batch_rules import Problem, Sizes, find_repairs, problems
 from skyrl_train.config.rules.validate import run_rules
 from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.config.schema import Config
@@ -67,11 +65,11 @@ def validate_batch_sizes(
     search = _Search(config, [*refused, *negative], num_train_prompts)
     return [
         *(
-            Violation(
-                field=field,
-                rule="must be a positive whole number",
-                value=str(_value(config, field)),
-                remedy=search.remedy() if field in FIELDS.values() else f"try {field}={_value(Config(), field)}",
+            Violation.of(
+                field,
+                _value(config, field),
+                "must be a positive whole number",
+                search.remedy() if field in FIELDS.values() else f"try {field}={_value(Config(), field)}",
             )
             for field in negative
         ),
@@ -121,11 +119,11 @@ class _Search:
     def violations(self) -> list[Violation]:
         """Return the violations of rules that read nothing wrong."""
         return [
-            Violation(
-                field=FIELDS[problem.field],
-                rule=_rule(self._config, self._sizes, problem),
-                value=str(getattr(self._sizes, problem.field)),
-                remedy=self.remedy(problem),
+            Violation.of(
+                FIELDS[problem.field],
+                getattr(self._sizes, problem.field),
+                _rule(self._config, self._sizes, problem),
+                self.remedy(problem),
             )
             for problem in self._found
             if not any(is_refused(field, self._wrong) for field in _reads(self._config, problem))

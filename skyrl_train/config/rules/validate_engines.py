@@ -12,21 +12,31 @@ from typing import Any
 from skyrl_train.config.environment.agents import AGENT_RULES
 from skyrl_train.config.fields.fields import Rule
 from skyrl_train.config.models.engines import GeneratorConfig, ships_adapter
+from skyrl_train.config.models.models import ModelConfig
 from skyrl_train.config.models.placement import PlacementConfig, PlatformConfig
-from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import Violation
-from skyrl_train.registry import did_you_mean, part_name
+from skyrl_train.registry import did_you_mean
 
 LARGEST_VLLM_RANK = 512
 """The largest rank of an adapter that vLLM applies."""
 LARGEST_VLLM_TEMPERATURE = 2.0
 _FIELD = "generator.vllm.engine_args"
-_NONE = ""
+_WITHOUT_SETTING = (
+    "device_ids",
+    "disable_log_stats",
+    "distributed_executor_backend",
+    "logprobs_mode",
+    "master_addr",
+    "master_port",
+    "nnodes",
+    "node_rank",
+    "prefill_context_parallel_size",
+    "weight_transfer_config",
+    "worker_extension_cls",
+)
 SET_BY_TRAINER = {
+    **dict.fromkeys(_WITHOUT_SETTING, ""),
     "data_parallel_size": "generator.vllm.num_engines",
-    "device_ids": _NONE,
-    "disable_log_stats": _NONE,
-    "distributed_executor_backend": _NONE,
     "dtype": "generator.vllm.dtype",
     "enable_lora": "generator.vllm.lora_sync",
     "enable_prefix_caching": "generator.vllm.prefix_caching",
@@ -36,24 +46,16 @@ SET_BY_TRAINER = {
     "generation_config": "generator.sampling",
     "gpu_memory_utilization": "generator.vllm.gpu_memory_utilization",
     "kv_cache_memory_bytes": "generator.vllm.kv_cache_gib",
-    "logprobs_mode": _NONE,
-    "master_addr": _NONE,
-    "master_port": _NONE,
     "max_lora_rank": "model.lora.rank",
     "max_loras": "generator.vllm.lora_sync",
     "max_model_len": "generator.max_context_length",
     "max_num_seqs": "generator.vllm.max_num_seqs",
     "model": "model.path",
-    "nnodes": _NONE,
-    "node_rank": _NONE,
-    "prefill_context_parallel_size": _NONE,
     "revision": "model.revision",
     "seed": "seed",
     "tensor_parallel_size": "generator.vllm.tensor_parallel_size",
     "tokenizer": "model.tokenizer_path",
     "trust_remote_code": "model.trust_remote_code",
-    "weight_transfer_config": _NONE,
-    "worker_extension_cls": _NONE,
 }
 """Arguments of vLLM that are not the user's to pass, and the setting that says the same; empty where there is none."""
 _PLAIN: dict[str, type | tuple[type, ...]] = {
@@ -69,15 +71,9 @@ def _engine_arguments(generator: GeneratorConfig) -> Iterator[Violation]:
     """Names and plain types against the signature of the installed vLLM, which is read and not imported: that takes
     seconds. Where vLLM is not installed here, only what the trainer sets is refused."""
     given = generator.vllm.engine_args
-    if given and generator.backend != "vllm":
-        yield Violation.of(
-            _FIELD,
-            given,
-            f"does nothing with generator.backend={part_name(generator.backend)}",
-            "add generator=vllm",
-        )
+    if not given or generator.backend != "vllm":
         return
-    known = engine_args_fields() if given else {}
+    known = engine_args_fields()
     for name, value in given.items():
         field = f"{_FIELD}.{name}"
         if name in SET_BY_TRAINER:
@@ -97,19 +93,12 @@ def _pipeline(generator: GeneratorConfig, placement: PlacementConfig, platform: 
     if generator.backend != "vllm":
         return
     if placement.colocate_all and "pipeline_parallel_size" in given:
-        yield Violation.of(
-            f"{_FIELD}.pipeline_parallel_size",
-            given["pipeline_parallel_size"],
-            "cannot be combined with placement.colocate_all",
-            "set placement.colocate_all=false, or generator.vllm.tensor_parallel_size instead",
-        )
+        rule = "cannot be combined with placement.colocate_all"
+        remedy = "set placement.colocate_all=false, or generator.vllm.tensor_parallel_size instead"
+        yield Violation.of(f"{_FIELD}.pipeline_parallel_size", given["pipeline_parallel_size"], rule, remedy)
     elif platform.name == "cpu" and given.get("pipeline_parallel_size", 1) != 1:
-        yield Violation.of(
-            f"{_FIELD}.pipeline_parallel_size",
-            given["pipeline_parallel_size"],
-            "must be 1 on a CPU",
-            "set generator.vllm.tensor_parallel_size instead",
-        )
+        rule, remedy = "must be 1 on a CPU", "set generator.vllm.tensor_parallel_size instead"
+        yield Violation.of(f"{_FIELD}.pipeline_parallel_size", given["pipeline_parallel_size"], rule, remedy)
 
 
 def _quantization(generator: GeneratorConfig) -> Iterator[Violation]:
@@ -132,18 +121,6 @@ def _quantization(generator: GeneratorConfig) -> Iterator[Violation]:
     for rule, (broken, remedy) in rules.items():
         if broken and generator.quantization != "none":
             yield Violation.of("generator.quantization", generator.quantization, rule, remedy)
-
-
-def _seeds(generator: GeneratorConfig) -> Iterator[Violation]:
-    """Engines that have no seed of their own to fall back on."""
-    backend = generator.backend
-    if generator.seeds == "engine" and backend not in ("vllm", "http"):
-        yield Violation.of(
-            "generator.seeds",
-            "engine",
-            f"does nothing with generator.backend={part_name(backend)}",
-            "drop generator.seeds",
-        )
 
 
 @cache
@@ -171,50 +148,25 @@ def _fits(value: Any, annotation: str) -> bool:
     return any(isinstance(value, _PLAIN[name]) for name in names) and (not isinstance(value, bool) or "bool" in names)
 
 
-def _verify_weight_sync(generator: GeneratorConfig) -> Iterator[Violation]:
-    if generator.verify_weight_sync and not generator.has_own_devices:
-        yield Violation(
-            field="generator.verify_weight_sync",
-            rule="needs engines on devices of their own, such as generator.backend=vllm",
-            value="True",
-            remedy="add generator=vllm, declare a custom engine with @reads(own_devices=True), or drop the setting",
-        )
-
-
 def _temperature(generator: GeneratorConfig, name: str) -> Iterator[Violation]:
     """The temperature of `generator.sampling` or `generator.eval_sampling` is one that vLLM accepts."""
     if generator.backend not in ("vllm", "http"):
         return
     temperature = getattr(generator, name).temperature
     if temperature > LARGEST_VLLM_TEMPERATURE:
-        yield Violation(
-            field=f"generator.{name}.temperature",
-            rule=f"must be at most {LARGEST_VLLM_TEMPERATURE:g} with generator.backend={generator.backend}: "
-            "vLLM refuses a request with more",
-            value=repr(temperature),
-            remedy=f"try generator.{name}.temperature={LARGEST_VLLM_TEMPERATURE:g}, or generator=hf",
+        rule = (
+            f"must be at most {LARGEST_VLLM_TEMPERATURE:g} with generator.backend={generator.backend}: "
+            "vLLM refuses a request with more"
         )
+        remedy = f"try generator.{name}.temperature={LARGEST_VLLM_TEMPERATURE:g}, or generator=hf"
+        yield Violation.of(f"generator.{name}.temperature", temperature, rule, remedy)
 
 
 def _lora_sync(generator: GeneratorConfig, model: ModelConfig) -> Iterator[Violation]:
-    """Rules of `generator.vllm.lora_sync=adapter`."""
-    if generator.vllm.lora_sync != "adapter":
-        return
-    rank = model.lora.rank
-    field, value = "generator.vllm.lora_sync", "adapter"
-    if generator.backend != "vllm":
-        remedy = "add generator=vllm, or set generator.vllm.lora_sync=merged"
-        yield Violation(field=field, rule="needs generator.backend=vllm", value=value, remedy=remedy)
-    if not rank:
-        remedy = "set model.lora.rank=16, or generator.vllm.lora_sync=merged"
-        yield Violation(field=field, rule="needs an adapter, and model.lora.rank is 0", value=value, remedy=remedy)
-    if rank > LARGEST_VLLM_RANK:
-        yield Violation(
-            field="model.lora.rank",
-            rule=f"must be at most {LARGEST_VLLM_RANK} with generator.vllm.lora_sync=adapter",
-            value=str(rank),
-            remedy="set generator.vllm.lora_sync=merged, which knows no limit",
-        )
+    if generator.vllm.lora_sync == "adapter" and (rank := model.lora.rank) > LARGEST_VLLM_RANK:
+        rule = f"must be at most {LARGEST_VLLM_RANK} with generator.vllm.lora_sync=adapter"
+        remedy = "set generator.vllm.lora_sync=merged, which knows no limit"
+        yield Violation.of("model.lora.rank", rank, rule, remedy)
 
 
 def _vllm(generator: GeneratorConfig) -> Iterator[Violation]:
@@ -223,26 +175,19 @@ def _vllm(generator: GeneratorConfig) -> Iterator[Violation]:
     sampling = generator.sampling
     truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
     if truncated and sampling.temperature not in (0.0, 1.0):
-        yield Violation(
-            field="generator.sampling.temperature",
-            rule=(
-                "must be 1 where top_p, top_k or min_p truncate: vLLM reports log-probabilities either before the "
-                "temperature or after truncation, and training needs those in between"
-            ),
-            value=repr(sampling.temperature),
-            remedy="try generator.sampling.temperature=1.0, or top_p=1.0 top_k=-1 min_p=0.0",
+        rule = (
+            "must be 1 where top_p, top_k or min_p truncate: vLLM reports log-probabilities either before the "
+            "temperature or after truncation, and training needs those in between"
         )
+        remedy = "try generator.sampling.temperature=1.0, or top_p=1.0 top_k=-1 min_p=0.0"
+        yield Violation.of("generator.sampling.temperature", sampling.temperature, rule, remedy)
 
 
 def _http(generator: GeneratorConfig) -> Iterator[Violation]:
     url = generator.http.url
     if generator.backend == "http" and not url.startswith(("http://", "https://")):
-        yield Violation(
-            field="generator.http.url",
-            rule="must begin with http:// or https://",
-            value=repr(url),
-            remedy=f"try generator.http.url=http://{url or '127.0.0.1:8000'}",
-        )
+        rule = "must begin with http:// or https://"
+        yield Violation.of("generator.http.url", url, rule, f"try generator.http.url=http://{url or '127.0.0.1:8000'}")
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
@@ -251,9 +196,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     _http,
     *(partial(_temperature, name=name) for name in ("sampling", "eval_sampling")),
     _lora_sync,
-    _verify_weight_sync,
     _engine_arguments,
     _pipeline,
-    _seeds,
     _quantization,
 )

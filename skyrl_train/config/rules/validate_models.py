@@ -1,4 +1,5 @@
-"""Rules of the models: their optimizers, the critic, the reference, adapters."""
+"""Rules of the models: the critic, the reference, adapters; and what a run cannot do with images in its data, refused by
+name before a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,47 +14,22 @@ from skyrl_train.config.algorithm.settings import (
     needs_reference,
 )
 from skyrl_train.config.fields.fields import Rule
-from skyrl_train.config.models.engines import GeneratorConfig
-from skyrl_train.config.models.placement import PlatformConfig
-from skyrl_train.config.schema import (
-    CriticConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ReferenceConfig,
-    StrategyConfig,
-    TrainerConfig,
-)
+from skyrl_train.config.models.engines import GeneratorConfig, ships_adapter
+from skyrl_train.config.models.models import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
+from skyrl_train.config.models.placement import PlatformConfig, StrategyConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.registry import part_name, split_spec
 from skyrl_train.system import install_command
-
-
-def _policy_betas(trainer: TrainerConfig) -> Iterator[Violation]:
-    yield from betas_violations(trainer.policy.optimizer, "trainer.policy.optimizer")
-
-
-def _critic_betas(critic: CriticConfig) -> Iterator[Violation]:
-    yield from betas_violations(critic.optimizer, "critic.optimizer")
-
-
-def betas_violations(optimizer: OptimizerConfig, field: str) -> Iterator[Violation]:
-    """What is wrong with the averaging coefficients of the optimizer at `field`."""
-    if not all(0.0 <= beta < 1.0 for beta in optimizer.betas):
-        rule, remedy = "must each be at least 0 and below 1", f"try {field}.betas=[0.9,0.999]"
-        yield Violation.of(f"{field}.betas", optimizer.betas, rule, remedy)
 
 
 def _critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if needs_critic(algorithm) and not critic.model.path:
         by_estimator = "values" in estimator_reads(algorithm).columns
         reader = "advantage_estimator" if by_estimator else "policy_loss"
-        yield Violation.of(
-            "critic.model.path",
-            critic.model.path,
-            f"must be given: {reader}={split_spec(getattr(algorithm, reader))[0]} needs a value model",
-            "try critic.model.path=policy, a copy of the policy with a new value head",
-        )
+        rule = f"must be given: {reader}={split_spec(getattr(algorithm, reader))[0]} needs a value model"
+        remedy = "try critic.model.path=policy, a copy of the policy with a new value head"
+        yield Violation.of("critic.model.path", critic.model.path, rule, remedy)
 
 
 def _reference(reference: ReferenceConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -61,44 +37,36 @@ def _reference(reference: ReferenceConfig, model: ModelConfig, algorithm: Algori
     if not path.strip():
         yield Violation.of("reference.model.path", path, "must not be empty", "try reference.model.path=policy")
     if estimator_reads(algorithm).teacher == "other_model" and path in ("policy", model.path):
-        yield Violation.of(
-            "reference.model.path",
-            path,
+        rule = (
             f"must name another model than the policy: {split_spec(algorithm.advantage_estimator)[0]} learns from where "
-            "the two differ",
-            "set reference.model.path to the folder or hub name of a teacher",
+            "the two differ"
         )
+        remedy = "set reference.model.path to the folder or hub name of a teacher"
+        yield Violation.of("reference.model.path", path, rule, remedy)
 
 
 def _privileged_context(generator: GeneratorConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     context = generator.privileged_context
     if is_self_taught(algorithm) != bool(context):
-        yield Violation.of(
-            "generator.privileged_context",
-            context,
-            "names what the teacher of algorithm=self_distillation is shown, and of no other",
+        rule = "names what the teacher of algorithm=self_distillation is shown, and of no other"
+        remedy = (
             "try algorithm=self_distillation, or generator.privileged_context=''"
             if context
-            else "try generator.privileged_context=reward_spec.ground_truth",
+            else "try generator.privileged_context=reward_spec.ground_truth"
         )
+        yield Violation.of("generator.privileged_context", context, rule, remedy)
 
 
 def _reference_updates(reference: ReferenceConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     path = reference.model.path
     if algorithm.ref_update_interval and not needs_reference(algorithm):
-        yield Violation.of(
-            "trainer.algorithm.ref_update_interval",
-            algorithm.ref_update_interval,
-            "does nothing without a reference, which this algorithm does not read",
-            "set trainer.algorithm.kl_loss_coef above 0, or trainer.algorithm.ref_update_interval=0",
-        )
+        rule = "does nothing without a reference, which this algorithm does not read"
+        remedy = "set trainer.algorithm.kl_loss_coef above 0, or trainer.algorithm.ref_update_interval=0"
+        yield Violation.of("trainer.algorithm.ref_update_interval", algorithm.ref_update_interval, rule, remedy)
     elif algorithm.ref_update_interval and path != "policy":
-        yield Violation.of(
-            "trainer.algorithm.ref_update_interval",
-            algorithm.ref_update_interval,
-            f"would replace reference.model.path={path} by the policy",
-            "set trainer.algorithm.ref_update_interval=0, or reference.model.path=policy",
-        )
+        rule = f"would replace reference.model.path={path} by the policy"
+        remedy = "set trainer.algorithm.ref_update_interval=0, or reference.model.path=policy"
+        yield Violation.of("trainer.algorithm.ref_update_interval", algorithm.ref_update_interval, rule, remedy)
 
 
 def lora_targets(model: ModelConfig) -> Iterator[Violation]:
@@ -136,12 +104,10 @@ def quantization(model: ModelConfig, strategy: StrategyConfig) -> Iterator[Viola
 def _lora_dropout(model: ModelConfig, critic: CriticConfig) -> Iterator[Violation]:
     for prefix, lora in (("model.lora", model.lora), ("critic.model.lora", critic.model.lora)):
         if lora.rank and lora.dropout:
-            yield Violation.of(
-                f"{prefix}.dropout",
-                lora.dropout,
-                "must be 0 in reinforcement learning: it would move the ratios of new and old probabilities, and values",
-                f"set {prefix}.dropout=0",
+            rule = (
+                "must be 0 in reinforcement learning: it would move the ratios of new and old probabilities, and values"
             )
+            yield Violation.of(f"{prefix}.dropout", lora.dropout, rule, f"set {prefix}.dropout=0")
 
 
 def _adapter(lora: LoraConfig, prefix: str) -> Iterator[Violation]:
@@ -154,13 +120,6 @@ def _adapter(lora: LoraConfig, prefix: str) -> Iterator[Violation]:
 
 
 def _critic_lora(critic: CriticConfig) -> Iterator[Violation]:
-    if critic.model.lora.rank and not critic.model.path:
-        yield Violation.of(
-            "critic.model.lora.rank",
-            critic.model.lora.rank,
-            "needs a critic, and critic.model.path is empty",
-            "set critic.model.path=policy, or critic.model.lora.rank=0",
-        )
     yield from _adapter(critic.model.lora, "critic.model.lora")
 
 
@@ -189,8 +148,6 @@ def _routing_replay(
 
 
 MODEL_RULES: tuple[Rule, ...] = (
-    _policy_betas,
-    _critic_betas,
     _critic,
     _reference,
     _privileged_context,
@@ -199,3 +156,48 @@ MODEL_RULES: tuple[Rule, ...] = (
     _critic_lora,
     _routing_replay,
 )
+
+
+_OWN = ":"
+"""In the name of a custom part, which may read images."""
+
+
+def part_violations(
+    model: ModelConfig, generator: GeneratorConfig, critic: CriticConfig, reference: ReferenceConfig
+) -> Iterator[Violation]:
+    """Yield the parts of a run that would not read the images of its prompts."""
+    backend, loop = part_name(generator.backend), part_name(generator.agent_loop)
+    if backend == "vllm" and find_spec("torchvision") is None:
+        rule = "needs torchvision where prompts have images: vLLM's models that read them import it"
+        yield Violation.of(
+            "generator.backend", backend, rule, "Install the build of torchvision for this torch, or set generator=hf"
+        )
+    if ships_adapter(generator):
+        rule = "must be merged where prompts have images: vLLM leaves out an adapter of a vision tower"
+        yield Violation.of("generator.vllm.lora_sync", "adapter", rule, "Set generator.vllm.lora_sync=merged")
+    if backend not in ("hf", "vllm", "http") and _OWN not in backend:
+        yield Violation.of("generator.backend", backend, "must be hf where prompts have images", "Set generator=hf")
+    if loop != "multi_turn" and _OWN not in loop:
+        rule, remedy = "must be multi_turn where prompts have images", "Set generator.agent_loop=multi_turn"
+        yield Violation.of("generator.agent_loop", loop, rule, remedy)
+    if path := critic.model.path:
+        rule, remedy = "must be empty where prompts have images: no value model reads them", "Set critic.model.path=''"
+        yield Violation.of("critic.model.path", path, rule, remedy)
+    if (path := reference.model.path) not in ("policy", model.path):
+        rule = "must be the policy's model where prompts have images"
+        yield Violation.of("reference.model.path", path, rule, "Set reference.model.path=policy")
+    if column := generator.privileged_context:
+        rule, remedy = "must be empty where prompts have images", "Set generator.privileged_context=''"
+        yield Violation.of("generator.privileged_context", column, rule, remedy)
+
+
+def layout_violations(layout: str, sequence_parallel_size: int, backend: str = "hf") -> Iterator[Violation]:
+    """Yield what is not exact for a family in which the tokens of an image see one another."""
+    reason = "for images of this model's family, whose tokens see one another"
+    if layout != "padded":
+        yield Violation.of("trainer.layout", layout, f"must be padded {reason}", "Set trainer.layout=padded")
+    if sequence_parallel_size > 1:
+        remedy = "Set strategy.sequence_parallel_size=1"
+        yield Violation.of("strategy.sequence_parallel_size", sequence_parallel_size, f"must be 1 {reason}", remedy)
+    if backend in ("vllm", "http"):
+        yield Violation.of("generator.backend", backend, f"must be hf {reason}", "Set generator=hf")

@@ -1,21 +1,186 @@
-"""Rules of `placement`: nodes, GPUs and ranks that agree with each other and with the engines."""
+"""Rules of `placement` and `strategy`: nodes, GPUs and ranks that agree with each other and with the engines, how the ranks
+of a model are laid out, and experts that are divided over them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig, needs_reference
+from skyrl_train.config.data.sources import EnvironmentConfig
 from skyrl_train.config.fields.fields import Rule
 from skyrl_train.config.models.engines import GeneratorConfig
+from skyrl_train.config.models.models import CriticConfig, CriticModelConfig, ModelConfig
 from skyrl_train.config.models.placement import RATE_NAMES, ROLES, PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.placement.bundles import shares_devices
-from skyrl_train.config.rules.expert_rules import EXPERT_RULES, RL_EXPERT_RULES
-from skyrl_train.config.rules.validate_strategy import MODEL_STRATEGY_RULES, STRATEGY_RULES
-from skyrl_train.config.schema import CriticConfig, EnvironmentConfig, LoopConfig
+from skyrl_train.config.rules.batch_rules import divisors
+from skyrl_train.config.schema import LoopConfig
 from skyrl_train.errors import Violation
 from skyrl_train.parts import WEIGHT_TRANSPORTS
+
+_SEQUENCE_PARALLEL, _TENSOR_PARALLEL = "strategy.sequence_parallel_size", "strategy.tensor_parallel_size"
+
+
+def _sequence_parallel(strategy: StrategyConfig, model: ModelConfig) -> Iterator[Violation]:
+    """What does not go with ranks that share micro-batches; that they divide a model's ranks is a rule of batch sizes,
+    that they divide its attention heads is checked where it is loaded."""
+    size = strategy.sequence_parallel_size
+    if size == 1:
+        return
+    if model.attention != "auto":
+        rule = f"must be auto with {_SEQUENCE_PARALLEL}={size}: positions of several ranks have kernels of their own"
+        remedy = f"drop model.attention, or set {_SEQUENCE_PARALLEL}=1"
+        yield Violation.of("model.attention", model.attention, rule, remedy)
+
+
+def _tensor_parallel(strategy: StrategyConfig, model: ModelConfig) -> Iterator[Violation]:
+    """What does not go with ranks that have parts of matrices; that they divide a model is checked before loading."""
+    size = strategy.tensor_parallel_size
+    if size == 1:
+        return
+    for other in (_SEQUENCE_PARALLEL, "strategy.expert_parallel_size"):
+        value = getattr(strategy, other.partition(".")[2], 1)
+        if value > 1:
+            rule = f"must be 1 with {_TENSOR_PARALLEL}={size}"
+            yield Violation.of(other, value, rule, f"drop {other} or {_TENSOR_PARALLEL}")
+    yield from _whole_model(strategy, model, "model")
+
+
+def _whole_model(strategy: StrategyConfig, model: ModelConfig | CriticModelConfig, field: str) -> Iterator[Violation]:
+    """What asks for whole matrices."""
+    stated: dict[str, tuple[object, object]] = {"lora.rank": (model.lora.rank, 0)}
+    if isinstance(model, ModelConfig):
+        stated |= {"quantization": (model.quantization, "none"), "compile": (model.compile, False)}
+    for name, (value, off) in stated.items() if strategy.tensor_parallel_size > 1 else ():
+        if value != off:
+            rule = f"must be {str(off).lower()} with {_TENSOR_PARALLEL}={strategy.tensor_parallel_size}, which cuts matrices"
+            yield Violation.of(f"{field}.{name}", value, rule, f"drop {field}.{name}, or {_TENSOR_PARALLEL}")
+
+
+def _tensor_groups(strategy: StrategyConfig, placement: PlacementConfig, role: str) -> Iterator[Violation]:
+    """Groups lie on one node each, where the links are that their exchanges in every layer need."""
+    size, nodes = strategy.tensor_parallel_size, getattr(placement, f"{role}_num_nodes")
+    per_node = max(1, getattr(placement, f"{role}_num_workers") // nodes)
+    if nodes > 1 and per_node % size and not placement.auto:
+        rule = f"must divide the {per_node} ranks of the {role} on a node"
+        fitting = " or ".join(f"{_TENSOR_PARALLEL}={n}" for n in divisors(per_node))
+        yield Violation.of(_TENSOR_PARALLEL, size, rule, f"try {fitting}")
+
+
+def _fsdp_size(strategy: StrategyConfig, placement: PlacementConfig, role: str) -> Iterator[Violation]:
+    """Groups that hold the same are equally large, and of whole nodes or within one."""
+    size, together, tensor = strategy.fsdp_size, strategy.sequence_parallel_size, strategy.tensor_parallel_size
+    # The placement that is chosen comes here again, and another strategy than a sharded one does not read it.
+    if not size or placement.auto or strategy.kind != "fsdp2":
+        return
+    workers, nodes = getattr(placement, f"{role}_num_workers"), getattr(placement, f"{role}_num_nodes")
+    # of ranks that have parts of the same matrices, each is in another group
+    workers, per_node = max(1, workers // tensor), max(1, workers // nodes // tensor)
+    each = f" / {_TENSOR_PARALLEL}={tensor}" if tensor > 1 else ""
+    rule = ""
+    if size == 1 and workers > 1:
+        rule = "must be more than 1: ranks that each hold the whole model are strategy=ddp"
+    elif workers % size:
+        rule = f"must divide placement.{role}_num_workers={workers * tensor}{each}"
+    elif size % together:
+        rule = (
+            f"must be a multiple of {_SEQUENCE_PARALLEL}={together}: ranks that share micro-batches lie within a group"
+        )
+    elif nodes > 1 and per_node % size and size % per_node:
+        rule = f"must divide the {per_node * tensor} ranks of a node{each}, or be a multiple of them"
+    if rule:
+        fitting = [n for n in divisors(workers) if n > 1 and not n % together and not (per_node % n and n % per_node)]
+        choices = " or ".join(f"strategy.fsdp_size={n}" for n in fitting if n < workers)
+        advice = f"try {choices}, or drop it" if choices else "drop strategy.fsdp_size"
+        yield Violation.of("strategy.fsdp_size", size, rule, advice)
+
+
+def _others(
+    strategy: StrategyConfig, placement: PlacementConfig, critic: CriticConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """The same of the models beside the policy."""
+    roles = [role for role, used in (("critic", critic.model.path), ("ref", needs_reference(algorithm))) if used]
+    for role in roles:
+        yield from _fsdp_size(strategy, placement, role)
+        yield from _tensor_groups(strategy, placement, role)
+    if critic.model.path:
+        yield from _whole_model(strategy, critic.model, "critic.model")
+
+
+STRATEGY_RULES: tuple[Rule, ...] = (
+    _sequence_parallel,
+    _tensor_parallel,
+    partial(_tensor_groups, role="policy"),
+    partial(_fsdp_size, role="policy"),
+)
+"""What contradicts itself in any kind of run."""
+MODEL_STRATEGY_RULES: tuple[Rule, ...] = (_others,)
+"""What does for the models beside a policy."""
+
+
+EXPERT_PARALLEL = "strategy.expert_parallel_size"
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Names of that number in configs of transformers."""
+
+
+def num_experts(architecture: Mapping[str, Any]) -> int:
+    """Return the experts of a layer that a model's config.json states; 0 for a dense model."""
+    return next((int(architecture[name]) for name in _NUM_EXPERTS if architecture.get(name)), 0)
+
+
+def size_violation(field: str, workers: int, size: int) -> Iterator[Violation]:
+    """What is wrong with a number of ranks that come in groups of `size`."""
+    if workers % size:
+        rule = f"must be a multiple of {EXPERT_PARALLEL}={size}: so many ranks divide the experts"
+        remedy = f"try {field}={-(-workers // size) * size}, or another {EXPERT_PARALLEL}"
+        yield Violation.of(field, workers, rule, remedy)
+
+
+def _experts(
+    strategy: StrategyConfig, placement: PlacementConfig, model: ModelConfig, trainer: LoopConfig
+) -> Iterator[Violation]:
+    size = strategy.expert_parallel_size
+    if size == 1:
+        return
+    off = f"{EXPERT_PARALLEL}=1"
+    if strategy.kind != "single" and not placement.auto:  # the placement that is chosen comes here again
+        yield from size_violation("placement.policy_num_workers", placement.policy_num_workers, size)
+    if strategy.fsdp_size % size:
+        rule = f"must be a multiple of {EXPERT_PARALLEL}={size}: ranks that divide experts lie within a group"
+        yield Violation.of("strategy.fsdp_size", strategy.fsdp_size, rule, f"drop it, or try strategy.fsdp_size={size}")
+    cases = (
+        ("model.compile", model.compile, model.compile, "must be false", "set it to false"),
+        ("model.quantization", model.quantization, model.quantization != "none", "must be none", "set it to none"),
+        (
+            "trainer.memory_probe",
+            trainer.memory_probe,
+            trainer.sizes_itself and trainer.memory_probe != "measure",
+            "must be measure",
+            "set trainer.memory_probe=measure",
+        ),
+    )
+    for field, value, holds, rule, remedy in cases:
+        if holds:
+            full = f"{rule} with {EXPERT_PARALLEL}={size}: tokens travel between ranks inside of a layer"
+            yield Violation.of(field, value, full, f"{remedy}, or {off}")
+
+
+def _experts_of_others(
+    strategy: StrategyConfig, placement: PlacementConfig, critic: CriticConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """Of the models beside the policy."""
+    used = {"critic": bool(critic.model.path), "ref": needs_reference(algorithm)}
+    for role in ROLES[1:]:
+        if used[role] and strategy.kind != "single" and not placement.auto:
+            field = f"{role}_num_workers"
+            yield from size_violation(f"placement.{field}", getattr(placement, field), strategy.expert_parallel_size)
+
+
+EXPERT_RULES: tuple[Rule, ...] = (_experts,)
+"""Of any kind of run."""
+RL_EXPERT_RULES: tuple[Rule, ...] = (_experts_of_others,)
 
 
 def _rates(platform: PlatformConfig) -> Iterator[Violation]:
@@ -29,33 +194,23 @@ def _rates(platform: PlatformConfig) -> Iterator[Violation]:
 
 def _single_process(placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
     if placement.backend == "ray" and strategy.kind == "single" and placement.policy_num_workers > 1:
-        yield Violation(
-            field="placement.policy_num_workers",
-            rule="must be 1 with strategy=single, which is one process",
-            value=repr(placement.policy_num_workers),
-            remedy="add strategy=fsdp2 or strategy=ddp, or set placement.policy_num_workers=1",
-        )
+        rule = "must be 1 with strategy=single, which is one process"
+        remedy = "add strategy=fsdp2 or strategy=ddp, or set placement.policy_num_workers=1"
+        yield Violation.of("placement.policy_num_workers", placement.policy_num_workers, rule, remedy)
 
 
 def _inline_workers(placement: PlacementConfig, role: str) -> Iterator[Violation]:
     workers = getattr(placement, f"{role}_num_workers")
     if placement.backend == "inline" and workers > 1:
-        yield Violation(
-            field=f"placement.{role}_num_workers",
-            rule="must be 1 with placement.backend=inline, which is one process",
-            value=repr(workers),
-            remedy=f"add placement=ray, or set placement.{role}_num_workers=1",
-        )
+        rule = "must be 1 with placement.backend=inline, which is one process"
+        remedy = f"add placement=ray, or set placement.{role}_num_workers=1"
+        yield Violation.of(f"placement.{role}_num_workers", workers, rule, remedy)
 
 
 def _inline_strategy(placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
     if placement.backend == "inline" and strategy.kind in ("ddp", "fsdp2"):
-        yield Violation(
-            field="strategy.name",
-            rule="must be single with placement.backend=inline, which is one process",
-            value=repr(strategy.name),
-            remedy="add placement=ray, or strategy=single",
-        )
+        rule = "must be single with placement.backend=inline, which is one process"
+        yield Violation.of("strategy.name", strategy.name, rule, "add placement=ray, or strategy=single")
 
 
 def _inline_engines(
@@ -70,44 +225,24 @@ def _inline_engines(
     }
     for field, (value, most) in stated.items():
         if value > most:
-            yield Violation(
-                field=field,
-                rule=f"must be {most} with placement.backend=inline, which has one engine, on this machine",
-                value=repr(value),
-                remedy=f"add placement=ray, or set {field}={most}",
-            )
+            rule = f"must be {most} with placement.backend=inline, which has one engine, on this machine"
+            yield Violation.of(field, value, rule, f"add placement=ray, or set {field}={most}")
     device = platform.device
     if device.startswith("cuda") and device not in ("cuda", "cuda:0"):
         number = device.partition(":")[2]
-        yield Violation(
-            field="platform.device",
-            rule="must be cuda:0 with generator=vllm placement=inline: vLLM takes the first GPU that it sees, and shares it "
-            "with the models",
-            value=repr(device),
-            remedy=f"set platform.device=cuda:0, with CUDA_VISIBLE_DEVICES={number} in the environment",
+        rule = (
+            "must be cuda:0 with generator=vllm placement=inline: vLLM takes the first GPU that it sees, and shares it "
+            "with the models"
         )
+        remedy = f"set platform.device=cuda:0, with CUDA_VISIBLE_DEVICES={number} in the environment"
+        yield Violation.of("platform.device", device, rule, remedy)
 
 
 def _environment_workers(environment: EnvironmentConfig, placement: PlacementConfig) -> Iterator[Violation]:
-    if environment.python and environment.isolation == "thread":
-        rule = "is for worker processes, and environment.isolation=thread has none"
-        yield Violation.of("environment.python", environment.python, rule, "set environment.isolation=process")
-    if environment.placement == "local":
-        return
-    inline = placement.backend == "inline" and not placement.auto
-    if inline or environment.isolation == "thread":
-        other = (
-            "placement.backend=inline, which has no nodes"
-            if inline
-            else "environment.isolation=thread: threads are here"
-        )
-        remedy = "add placement=ray" if inline else "set environment.isolation=process"
-        yield Violation(
-            field="environment.placement",
-            rule=f"must be local with {other}",
-            value=repr(environment.placement),
-            remedy=f"{remedy}, or environment.placement=local",
-        )
+    if environment.placement == "ray" and placement.backend == "inline" and not placement.auto:
+        rule = "must be local with placement.backend=inline, which has no nodes"
+        remedy = "add placement=ray, or environment.placement=local"
+        yield Violation.of("environment.placement", "ray", rule, remedy)
 
 
 def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
@@ -115,19 +250,13 @@ def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
         getattr(placement, f"{role}_{name}") for name in ("num_workers", "num_nodes", "num_gpus_per_node")
     )
     if gpus and workers != nodes * gpus:
-        yield Violation(
-            field=f"placement.{role}_num_workers",
-            rule=f"must be {role}_num_nodes x {role}_num_gpus_per_node = {nodes * gpus} where those are stated",
-            value=repr(workers),
-            remedy=f"drop placement.{role}_num_workers, or placement.{role}_num_gpus_per_node",
-        )
+        rule = f"must be {role}_num_nodes x {role}_num_gpus_per_node = {nodes * gpus} where those are stated"
+        remedy = f"drop placement.{role}_num_workers, or placement.{role}_num_gpus_per_node"
+        yield Violation.of(f"placement.{role}_num_workers", workers, rule, remedy)
     elif workers % nodes:
-        yield Violation(
-            field=f"placement.{role}_num_nodes",
-            rule=f"must divide placement.{role}_num_workers={workers}",
-            value=repr(nodes),
-            remedy=f"try placement.{role}_num_gpus_per_node=8 in place of {role}_num_workers",
-        )
+        rule = f"must divide placement.{role}_num_workers={workers}"
+        remedy = f"try placement.{role}_num_gpus_per_node=8 in place of {role}_num_workers"
+        yield Violation.of(f"placement.{role}_num_nodes", nodes, rule, remedy)
 
 
 def _shared_nodes(
@@ -143,41 +272,27 @@ def _shared_nodes(
     nodes, workers = getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_workers")
     setting = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
     if nodes not in (1, placement.policy_num_nodes) or workers % placement.policy_num_nodes:
-        yield Violation(
-            field=f"placement.{role}_num_nodes",
-            rule=(
-                f"must be placement.policy_num_nodes={placement.policy_num_nodes}, and divide "
-                f"placement.{role}_num_workers={workers}, with {setting}"
-            ),
-            value=repr(nodes),
-            remedy=(
-                f"try placement.{role}_num_nodes={placement.policy_num_nodes} "
-                f"placement.{role}_num_workers={placement.policy_num_workers}, or placement.{setting}=false"
-            ),
+        yield Violation.of(
+            f"placement.{role}_num_nodes",
+            nodes,
+            f"must be placement.policy_num_nodes={placement.policy_num_nodes}, and divide "
+            f"placement.{role}_num_workers={workers}, with {setting}",
+            f"try placement.{role}_num_nodes={placement.policy_num_nodes} "
+            f"placement.{role}_num_workers={placement.policy_num_workers}, or placement.{setting}=false",
         )
 
 
 def _inference(placement: PlacementConfig, generator: GeneratorConfig) -> Iterator[Violation]:
     vllm = generator.vllm
     nodes, gpus = placement.inference_num_nodes, placement.inference_num_gpus_per_node
-    if gpus and not nodes:
-        yield Violation(
-            field="placement.inference_num_gpus_per_node",
-            rule="does nothing with placement.inference_num_nodes=0",
-            value=repr(gpus),
-            remedy="try placement.inference_num_nodes=1",
-        )
     if not nodes:
         return
     if not generator.has_own_devices or placement.colocate_all:
         rule, remedy = "needs generator.backend=vllm, whose engines they are for", "add generator=vllm"
         if placement.colocate_all:
             rule, remedy = "contradicts placement.colocate_all=true", "set placement.colocate_all=false"
-        yield Violation(
-            field="placement.inference_num_nodes",
-            rule=rule,
-            value=repr(nodes),
-            remedy=f"{remedy}, or drop placement.inference_num_nodes",
+        yield Violation.of(
+            "placement.inference_num_nodes", nodes, rule, f"{remedy}, or drop placement.inference_num_nodes"
         )
     elif gpus and vllm.devices_per_engine > gpus:
         yield Violation(
@@ -190,65 +305,33 @@ def _inference(placement: PlacementConfig, generator: GeneratorConfig) -> Iterat
     elif vllm.count(placement) % nodes or (gpus and vllm.count(placement) * vllm.devices_per_engine != nodes * gpus):
         wanted = f"{nodes} nodes" if not gpus else f"{nodes} nodes x {gpus} GPUs"
         engines = max(1, nodes * (gpus or 1) // vllm.devices_per_engine)
-        yield Violation(
-            field="generator.vllm.num_engines",
-            rule=f"times the {vllm.devices_per_engine} devices of an engine must fill {wanted} evenly",
-            value=repr(vllm.count(placement)),
-            remedy=f"try generator.vllm.num_engines={engines}",
-        )
-
-
-def _stated_devices(placement: PlacementConfig, name: str) -> Iterator[Violation]:
-    if not placement.auto and getattr(placement, name) != getattr(PlacementConfig(), name):
-        yield Violation(
-            field=f"placement.{name}",
-            rule="is read with placement=auto only",
-            value=repr(getattr(placement, name)),
-            remedy=f"add placement=auto, or drop placement.{name}",
+        yield Violation.of(
+            "generator.vllm.num_engines",
+            vllm.count(placement),
+            f"times the {vllm.devices_per_engine} devices of an engine must fill {wanted} evenly",
+            f"try generator.vllm.num_engines={engines}",
         )
 
 
 def _session(placement: PlacementConfig) -> Iterator[Violation]:
-    if placement.backend == "inline" and placement.ray_address:
-        yield Violation(
-            field="placement.ray_address",
-            rule="is not read with placement.backend=inline",
-            value=repr(placement.ray_address),
-            remedy="add placement=ray, or drop placement.ray_address",
-        )
     nodes = max(placement.policy_num_nodes, placement.critic_num_nodes, placement.ref_num_nodes)
     total = nodes + placement.inference_num_nodes
     if placement.backend == "ray" and total > 1 and not placement.ray_address:
-        yield Violation(
-            field="placement.ray_address",
-            rule=f"must name a cluster: {total} nodes are asked for, and a session of this machine has one",
-            value="''",
-            remedy="try placement.ray_address=auto on a node of the cluster",
-        )
+        rule = f"must name a cluster: {total} nodes are asked for, and a session of this machine has one"
+        yield Violation.of("placement.ray_address", "", rule, "try placement.ray_address=auto on a node of the cluster")
 
 
 def _fewer_workers(placement: PlacementConfig, trainer: LoopConfig) -> Iterator[Violation]:
-    if not placement.allow_fewer_workers:
-        return
-    rule = ""
-    if not placement.ray_address:
-        rule = "needs a cluster of several nodes (placement.ray_address)"
-    elif getattr(trainer, "docs_per_step", 0):
+    if placement.allow_fewer_workers and trainer.docs_per_step:
         rule = "cannot be where trainer.docs_per_step closes the steps, which fewer ranks would close elsewhere"
-    if rule:
-        yield Violation(
-            field="placement.allow_fewer_workers", rule=rule, value="true", remedy="drop placement.allow_fewer_workers"
-        )
+        yield Violation.of("placement.allow_fewer_workers", True, rule, "drop placement.allow_fewer_workers")
 
 
 def _silence(placement: PlacementConfig) -> Iterator[Violation]:
     if placement.silence_timeout_s > placement.call_timeout_s:
-        yield Violation(
-            field="placement.silence_timeout_s",
-            rule=f"must be at most placement.call_timeout_s={placement.call_timeout_s:g}, the deadline of a whole call",
-            value=repr(placement.silence_timeout_s),
-            remedy=f"try placement.silence_timeout_s={placement.call_timeout_s:g}",
-        )
+        rule = f"must be at most placement.call_timeout_s={placement.call_timeout_s:g}, the deadline of a whole call"
+        remedy = f"try placement.silence_timeout_s={placement.call_timeout_s:g}"
+        yield Violation.of("placement.silence_timeout_s", placement.silence_timeout_s, rule, remedy)
 
 
 def _colocated_engines(placement: PlacementConfig, generator: GeneratorConfig) -> Iterator[Violation]:
@@ -259,23 +342,17 @@ def _colocated_engines(placement: PlacementConfig, generator: GeneratorConfig) -
     ranks, nodes, size = placement.policy_num_workers, placement.policy_num_nodes, vllm.tensor_parallel_size
     ranks_per_node = max(1, ranks // nodes)
     if ranks_per_node % size:
-        yield Violation(
-            field="generator.vllm.tensor_parallel_size",
-            rule=f"must divide the {ranks_per_node} ranks of the policy on a node, with placement.colocate_all",
-            value=repr(size),
-            remedy=f"try generator.vllm.tensor_parallel_size={math.gcd(ranks_per_node, size)}",
-        )
+        rule = f"must divide the {ranks_per_node} ranks of the policy on a node, with placement.colocate_all"
+        remedy = f"try generator.vllm.tensor_parallel_size={math.gcd(ranks_per_node, size)}"
+        yield Violation.of("generator.vllm.tensor_parallel_size", size, rule, remedy)
     elif vllm.count(placement) * size > ranks or vllm.count(placement) % nodes:
         among = f" / {size} devices of an engine" if size > 1 else ""
-        yield Violation(
-            field="generator.vllm.num_engines",
-            rule=(
-                f"must be at most placement.policy_num_workers={ranks}{among}, and a multiple of "
-                f"placement.policy_num_nodes={nodes}, with placement.colocate_all"
-            ),
-            value=repr(vllm.count(placement)),
-            remedy=f"try generator.vllm.num_engines={ranks // size}",
+        rule = (
+            f"must be at most placement.policy_num_workers={ranks}{among}, and a multiple of "
+            f"placement.policy_num_nodes={nodes}, with placement.colocate_all"
         )
+        remedy = f"try generator.vllm.num_engines={ranks // size}"
+        yield Violation.of("generator.vllm.num_engines", vllm.count(placement), rule, remedy)
 
 
 def _stays(
@@ -283,13 +360,11 @@ def _stays(
 ) -> Iterator[Violation]:
     shares = generator.has_own_devices and shares_devices(placement, generator, platform)
     if placement.offload is False and shares and placement.backend == "ray" and critic.model.path:
-        yield Violation(
-            field="placement.offload",
-            rule="must be true with a critic on Ray: micro-batches of the policy are sized before the critic has its "
-            "optimizer's state",
-            value="False",
-            remedy="drop placement.offload",
+        rule = (
+            "must be true with a critic on Ray: micro-batches of the policy are sized before the critic has its "
+            "optimizer's state"
         )
+        yield Violation.of("placement.offload", False, rule, "drop placement.offload")
 
 
 def _weight_transport(
@@ -307,12 +382,7 @@ def _weight_transport(
     elif name == "broadcast" and shared and platform.name == "gpu":
         rule = "NCCL cannot broadcast between processes that share a device, as they do with placement.colocate_all"
     if rule:
-        yield Violation(
-            field="generator.weight_transport",
-            rule=rule,
-            value=repr(name),
-            remedy="try generator.weight_transport=auto",
-        )
+        yield Violation.of("generator.weight_transport", name, rule, "try generator.weight_transport=auto")
 
 
 def _full_sync_every(
@@ -324,19 +394,13 @@ def _full_sync_every(
     if generator.full_sync_every > 1 and not (
         sends_parts and placement.backend == "ray" and generator.has_own_devices and generator.backend != "http"
     ):
-        yield Violation(
-            field="generator.full_sync_every",
-            rule="what changed alone travels to engines on Ray, by generator.weight_transport=shared_memory or broadcast",
-            value=str(generator.full_sync_every),
-            remedy="try generator.full_sync_every=1",
-        )
+        rule = "what changed alone travels to engines on Ray, by generator.weight_transport=shared_memory or broadcast"
+        remedy = "try generator.full_sync_every=1"
+        yield Violation.of("generator.full_sync_every", generator.full_sync_every, rule, remedy)
     if generator.weight_change_tolerance > 0 and generator.full_sync_every == 1:
-        yield Violation(
-            field="generator.weight_change_tolerance",
-            rule="every sync sends all weights with generator.full_sync_every=1, so that there is nothing to leave out",
-            value=str(generator.weight_change_tolerance),
-            remedy="try generator.full_sync_every=20",
-        )
+        rule = "every sync sends all weights with generator.full_sync_every=1, so that there is nothing to leave out"
+        remedy = "try generator.full_sync_every=20"
+        yield Violation.of("generator.weight_change_tolerance", generator.weight_change_tolerance, rule, remedy)
 
 
 PROCESS_RULES: tuple[Rule, ...] = (
@@ -348,7 +412,6 @@ PROCESS_RULES: tuple[Rule, ...] = (
 PLACEMENT_RULES: tuple[Rule, ...] = (
     _rates,
     *(partial(_ranks, role=role) for role in ROLES),
-    *(partial(_stated_devices, name=name) for name in ("num_gpus", "num_nodes", "gpu_memory_gb")),
     _session,
     _fewer_workers,
     _silence,

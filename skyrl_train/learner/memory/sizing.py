@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from skyrl_train.config.algorithm import MicroBatchConfig
+from skyrl_train.config import MicroBatchConfig
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory.fit import (
     MemoryModel,

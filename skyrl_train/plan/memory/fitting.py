@@ -14,8 +14,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Literal, TypeVar
 
-from skyrl_train.config import AnyConfig, Config, SFTConfig, sft_learner_settings
-from skyrl_train.config.algorithm import MicroBatchConfig
+from skyrl_train.config import AnyConfig, Config, MicroBatchConfig, SFTConfig, sft_learner_settings
 from skyrl_train.config.placement import count_engines, shares_devices
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory import Effort

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, overload
 
-from skyrl_train.config import AnyConfig, Config, SFTConfig, sft_layout
-from skyrl_train.config.derived import gpus_needed
+from skyrl_train.config import AnyConfig, Config, SFTConfig
+from skyrl_train.config.derived import gpus_needed, layout_of
 from skyrl_train.config.models import ROLES, PlacementConfig
 from skyrl_train.errors import ConfigError, Violation, counted
 from skyrl_train.runs.cli.derived import recorded_settings
@@ -155,7 +155,7 @@ def _as_recorded(config: Config, devices: Devices) -> Config | None:
 
 
 def _gpus_of_sft(config: SFTConfig) -> int:
-    return sft_layout(config).num_gpus if config.placement.backend == "ray" else int(config.platform.on_gpu)
+    return layout_of(config).num_gpus if config.placement.backend == "ray" else int(config.platform.on_gpu)
 
 
 def room_violations(config: AnyConfig) -> Iterator[Violation]:

@@ -11,8 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
-from skyrl_train.config.algorithm import EARLIER
-from skyrl_train.config.door import Loaded, read_root
+from skyrl_train.config.door import EARLIER, Loaded, read_root
 from skyrl_train.config.fields import (
     Rule,
     SchemaField,

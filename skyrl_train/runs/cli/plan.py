@@ -19,8 +19,8 @@ from pathlib import Path
 from hydra.types import RunMode
 
 from skyrl_train.config import Config, PlanConfig, TrainerConfig
-from skyrl_train.config.algorithm import for_hydra
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.door import for_hydra
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.rules import MixedDataset, mixed_datasets, validate_config
 from skyrl_train.data import find_sources

@@ -30,7 +30,7 @@ from hydra.version import setbase
 from omegaconf import DictConfig
 
 from skyrl_train.config import AnyConfig
-from skyrl_train.config.algorithm import for_hydra
+from skyrl_train.config.door import for_hydra
 from skyrl_train.config.fields import meant_by, walk
 from skyrl_train.config.rules import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster import Placement, RayLearner, RayScorer, RaySession, RayWorkers, RemoteActor, start_learner
-from skyrl_train.config import AnyConfig, Config, layout_of_run
+from skyrl_train.config import AnyConfig, Config
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.derived import LearnerSettings, RunModels, learner_settings, roles_of
+from skyrl_train.config.derived import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
 from skyrl_train.config.models import ModelConfig, PlacementConfig
 from skyrl_train.config.placement import Layout, Role, count_engines, num_cpus
 from skyrl_train.learner import BaseOfAdapter
@@ -52,7 +52,7 @@ def cluster_settings(config: AnyConfig) -> ClusterSettings:
         run_name=config.run_name,
         output_dir=Path(config.output_dir),
         placement=_with_time_to_load(config.placement, models),
-        layout=layout_of_run(config),
+        layout=layout_of(config),
         model=config.model,
     )
 

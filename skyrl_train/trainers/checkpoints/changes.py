@@ -1,6 +1,6 @@
 """What changed in the configuration since a checkpoint, and what that means to a run that goes on from there.
 
-Each setting states its class beside its declaration (`config/fields/facts.py: Resume`). Here two configurations are
+Each setting states its class beside its declaration (`config/fields/fields.py: Resume`). Here two configurations are
 compared, one setting at a time, and what depends on the rest of the run is decided: a setting that a schedule, the
 closing of steps or the presence of a model makes more, or less, than its class says.
 """
@@ -17,10 +17,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyrl_train.config import AnyConfig, Config, RunConfig
-from skyrl_train.config.algorithm import AlgorithmConfig, in_parts
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.derived import reference_is_base
-from skyrl_train.config.door import as_typed
-from skyrl_train.config.fields import ForksWhere, Interchangeable, Resume, SchemaField, fact, parts_of, seam_of, walk
+from skyrl_train.config.door import as_typed, in_parts
+from skyrl_train.config.fields import (
+    ForksWhere,
+    Interchangeable,
+    Resume,
+    SchemaField,
+    fact,
+    kinds_of,
+    parts_of,
+    seam_of,
+    walk,
+)
 from skyrl_train.errors import Violation
 from skyrl_train.registry import TARGET, split_spec
 from skyrl_train.telemetry.logs import REDACTED, redact
@@ -184,7 +194,7 @@ def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
     field = _field_of(name, root)
     if field is None or field.resume is None:
         return Resume.FORKS
-    was_read, is_read = (_is_read(field, flat) for flat in (old, new))
+    was_read, is_read = (_is_read(field, flat, root) for flat in (old, new))
     if not was_read and not is_read:
         return Resume.FREE
     if field.resume is Resume.FIXED and not was_read:
@@ -195,7 +205,7 @@ def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
     if alike is not None and old.get(name) in alike.values and new.get(name) in alike.values:
         return Resume.LAYOUT
     where = fact(field.annotation, ForksWhere)
-    if where is ForksWhere.SCHEDULE_ENDS and _schedule_ends(new):
+    if where is ForksWhere.SCHEDULE_ENDS and _schedule_ends(new, root):
         return Resume.FORKS
     if where is ForksWhere.DOCUMENTS_CLOSE_STEPS and new["trainer.docs_per_step"]:
         return Resume.FORKS
@@ -213,18 +223,16 @@ def _meaning_of_arguments(field: SchemaField, was: Any, now: Any) -> Resume | No
     return max(changed, key=[*Resume].index, default=None)
 
 
-def _is_read(field: SchemaField, flat: Flat) -> bool:
+def _is_read(field: SchemaField, flat: Flat, root: type) -> bool:
     """Return whether anything in a run with these settings reads the field."""
-    return all(flat.get(condition) for condition in field.read_with if condition != field.path)
+    _, kinds = kinds_of(root).get(field.path, (field, ()))
+    return all(kind.is_chosen(flat.get(kind.setting)) for kind in kinds if not kind.is_of_values)
 
 
-def _schedule_ends(flat: Flat) -> bool:
+def _schedule_ends(flat: Flat, root: type) -> bool:
     """Return whether the learning rate of any optimizer that is used depends on the number of steps."""
-    return any(
-        schedule != "constant"
-        for name, schedule in flat.items()
-        if name.endswith("optimizer.schedule") and (flat.get("critic.model.path") or not name.startswith("critic."))
-    )
+    schedules = (field for path, field in _fields(root).items() if path.endswith("optimizer.schedule"))
+    return any(flat.get(each.path, "constant") != "constant" and _is_read(each, flat, root) for each in schedules)
 
 
 def _complete(recorded: Flat, root: type) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from skyrl_train.config import Config, TrainerConfig
-from skyrl_train.config.algorithm import EARLIER, AlgorithmConfig, for_hydra
-from skyrl_train.config.door import load_config, read_root
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.door import EARLIER, for_hydra, load_config, read_root
 from skyrl_train.config.fields import parts_of, remedy_for_unknown
 from skyrl_train.config.rules import validate_config
 from skyrl_train.parts import ADVANTAGE_ESTIMATORS, CRITIC_LOSSES, POLICY_LOSSES

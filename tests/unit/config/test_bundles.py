@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.config.models.engines import GeneratorConfig, VLLMConfig
+from skyrl_train.config.models.models import ModelConfig
+from skyrl_train.config.models.placement import PlacementConfig
 from skyrl_train.config.placement.bundles import Bundle, Layout, count_engines, missing_room, plan_layout
-from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig
+from skyrl_train.config.schema import Config
 from skyrl_train.runs.construction import cluster_settings
 
 ALL = ("policy", "reference", "critic")

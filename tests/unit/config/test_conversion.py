@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from skyrl_train.config.door.load import read_root
-from skyrl_train.config.fields.facts import Range
+from skyrl_train.config.fields.fields import Range
 from skyrl_train.errors import Violation
 
 

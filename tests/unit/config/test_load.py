@@ -7,8 +7,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from skyrl_train.config.door.load import load_config, load_root, read_root
-from skyrl_train.config.fields.facts import Most, Range
-from skyrl_train.config.fields.fields import fact, is_optional, strip, unusual_values, walk
+from skyrl_train.config.fields.fields import Most, Range, fact, is_optional, strip, unusual_values, walk
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError
@@ -146,3 +145,17 @@ def test_an_alias_becomes_what_it_stands_for_unless_another_choice_stands_beside
 def test_the_result_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         load_config({}).seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("section", "betas"),
+    [("trainer.policy.optimizer", [0.9, 1.0]), ("critic.optimizer", [-0.1, 0.9]), ("trainer.optimizer", [1.0, 0.5])],
+)
+def test_each_averaging_coefficient_is_at_least_0_and_below_1(section: str, betas: list[float]) -> None:
+    root = SFTConfig if section == "trainer.optimizer" else Config
+    with pytest.raises(ConfigError) as error:
+        load_node(OmegaConf.create(OmegaConf.from_dotlist([f"{section}.betas={betas}"])), root)
+    (violation,) = error.value.violations
+    assert violation.field == f"{section}.betas"
+    assert violation.rule.startswith("must be at least 0 and below 1 (item ")
+    assert violation.remedy == f"try {section}.betas=[0.9,0.999]"

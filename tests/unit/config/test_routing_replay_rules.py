@@ -6,16 +6,11 @@ import pytest
 
 from skyrl_train.config.derived.learners import learner_settings
 from skyrl_train.config.models.engines import GeneratorConfig, VLLMConfig
+from skyrl_train.config.models.models import CriticConfig, CriticModelConfig, ModelConfig
+from skyrl_train.config.models.placement import PlatformConfig
 from skyrl_train.config.rules.validate import run_rules
 from skyrl_train.config.rules.validate_models import MODEL_RULES
-from skyrl_train.config.schema import (
-    Config,
-    CriticConfig,
-    CriticModelConfig,
-    ModelConfig,
-    PlatformConfig,
-    TrainerConfig,
-)
+from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.inference.vllm import vllm_settings
 from skyrl_train.runs.construction import engine_settings
 

@@ -108,8 +108,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"generator__backend": "vllm", "platform__name": "gpu", "platform__device": "cuda:1"},
         "platform.device",
     ),
-    ({"trainer__policy__optimizer__betas": [0.9, 1.0]}, "trainer.policy.optimizer.betas"),
-    ({"critic__optimizer__betas": [-0.1, 0.9]}, "critic.optimizer.betas"),
     ({"trainer__algorithm__advantage_estimator": "gae"}, "critic.model.path"),
     ({"model__lora__rank": 8, "model__lora__dropout": 0.1}, "model.lora.dropout"),
     ({"model__lora__rank": 8, "model__lora__targets": []}, "model.lora.targets"),

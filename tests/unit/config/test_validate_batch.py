@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig
 from skyrl_train.config.models.engines import GeneratorConfig
-from skyrl_train.config.rules.batch_repairs import find_repairs
-from skyrl_train.config.rules.batch_rules import divisors, exact_quotient, problems
+from skyrl_train.config.models.models import CriticConfig, CriticModelConfig
+from skyrl_train.config.models.placement import PlacementConfig, StrategyConfig
+from skyrl_train.config.rules.batch_rules import divisors, exact_quotient, find_repairs, problems
 from skyrl_train.config.rules.validate import run_rules
 from skyrl_train.config.rules.validate_batch import FIELDS, sizes_of, validate_batch_sizes, with_sound_sizes
 from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
-from skyrl_train.config.schema import (
-    Config,
-    CriticConfig,
-    CriticModelConfig,
-    PlacementConfig,
-    StrategyConfig,
-    TrainerConfig,
-)
+from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import Violation
 
 

@@ -6,9 +6,10 @@ import pytest
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig
 from skyrl_train.config.models.engines import GeneratorConfig, VLLMConfig
+from skyrl_train.config.models.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.rules.validate import run_rules
 from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
-from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig, TrainerConfig
+from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import Violation
 
 RAY = {"backend": "ray", "ray_address": "auto"}
@@ -43,7 +44,6 @@ def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:
         (placed(policy_num_workers=3, policy_num_nodes=2, ref_num_workers=2), "placement.policy_num_nodes"),
         (placed(policy_num_workers=6, policy_num_gpus_per_node=4), "placement.policy_num_workers"),
         (placed(policy_num_nodes=2, policy_num_gpus_per_node=4), "placement.ref_num_nodes"),
-        (placed(inference_num_gpus_per_node=8), "placement.inference_num_gpus_per_node"),
         (placed(inference_num_nodes=2, engines=3), "generator.vllm.num_engines"),
         (
             placed(inference_num_nodes=2, inference_num_gpus_per_node=8, engines=4, tensor_parallel=2),
@@ -55,7 +55,6 @@ def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:
         ),
         (placed(inference_num_nodes=1, colocate_all=True), "placement.inference_num_nodes"),
         (placed(inference_num_nodes=1, ray_address=""), "placement.ray_address"),
-        (placed(num_gpus=8), "placement.num_gpus"),
         (placed(colocate_all=True, engines=2), "generator.vllm.num_engines"),
         (placed(colocate_all=True, tensor_parallel=2), "generator.vllm.tensor_parallel_size"),
         (

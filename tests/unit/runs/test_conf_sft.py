@@ -93,7 +93,7 @@ def test_a_learner_is_configured_for_plain_likelihood_in_one_step_a_batch() -> N
         (["trainer.tokens_per_step=9", "trainer.docs_per_step=9"], ["excludes trainer.tokens_per_step=9"]),
         (["trainer.docs_per_step_exact=true"], ["trainer.docs_per_step_exact"]),
         (["data.validation=[]", "trainer.keep_best=true"], ["trainer.keep_best: needs held-out examples"]),
-        (["trainer.optimizer.betas=[2,0.9]"], ["trainer.optimizer.betas: must each be at least 0 and below 1"]),
+        (["trainer.optimizer.betas=[2,0.9]"], ["trainer.optimizer.betas: must be at least 0 and below 1 (item 0)"]),
         (["strategy=fsdp2"], ["strategy.name: must be single with placement.backend=inline"]),
         (["trainer.resume_mode=from_path"], ["trainer.resume_path: must be given"]),
         (["trainer.micro_batching=tokens"], ["trainer.micro_batching: must be one of"]),

@@ -11,10 +11,11 @@ import pytest
 
 from scripts.make_migration_page import PAGE, with_tables
 from skyrl_train.config import Config, SFTConfig
-from skyrl_train.config.fields import PEER_NAMES, ROWS, TRAINERS, remedy_for_unknown, walk
+from skyrl_train.config.fields import TRAINERS, peer_rows, remedy_for_unknown, walk
 from skyrl_train.runs.cli.preflight import preflight
 
 EXISTING = {field.path for schema in (Config, SFTConfig) for field in walk(schema)}
+PEER_NAMES = {name: here for here in peer_rows() for names in here.names.values() for name in names}
 
 
 @pytest.fixture
@@ -58,11 +59,11 @@ def test_the_tables_are_those_of_the_names_that_are_understood() -> None:
 
 
 def test_a_name_means_one_thing() -> None:
-    named = [{name for names in row.names.values() for name in names} for row in ROWS]
+    named = [{name for names in row.names.values() for name in names} for row in peer_rows()]
     twice = {name: count for name, count in Counter(name for names in named for name in names).items() if count > 1}
     assert twice == {}
     assert len(PEER_NAMES) >= 400
-    assert {trainer for row in ROWS for trainer in row.names} == {*TRAINERS}
+    assert {trainer for row in peer_rows() for trainer in row.names} == {*TRAINERS}
 
 
 @pytest.mark.parametrize("name", sorted(PEER_NAMES))
