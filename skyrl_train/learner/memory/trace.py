@@ -7,7 +7,8 @@ saves what it saves, while nothing is computed or allocated. `CountingMeter` add
     parameters, buffers --stand-ins of the same shapes--> the learner's own pass --meter--> what it adds, by section
 
 Of a sharded model the pass is traced as if its parameters were whole, in the type in which they are gathered; what ranks
-gather and sum on the way comes on top, counted. Of the tiles of logits, which all take the same, a few are formed.
+gather and sum on the way comes on top, counted (`share.py`). Of the tiles of logits, which all take the same, a few are
+formed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.memory.fit import IN_BACKWARD, IN_EMBEDDING, IN_HEAD, IN_LAYER, PassPeaks
 from skyrl_train.learner.memory.meter import CountingMeter
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model import decoder_layers
 from skyrl_train.model.parallel import expert_modules, tiles_for_trace
 from skyrl_train.model.sizes import ParameterCounts
@@ -107,11 +109,10 @@ class StepTrace:
         gradients = _gradient_bytes(engine) if training else 0
         if not engine.strategy.sharded:
             return self.held_bytes + gradients
-        counts = count_parameters(engine)
-        exchanged = counts.exchanged(
-            compute_bytes=engine.passes.dtype.itemsize, num_shards=engine.strategy.num_shards, training=training
+        share = DeviceShare(
+            sharded=True, num_shards=engine.strategy.num_shards, compute_bytes=engine.passes.dtype.itemsize
         )
-        return self.held_bytes + gradients + sum(exchanged.values())
+        return self.held_bytes + gradients + sum(share.exchanged(count_parameters(engine), training=training).values())
 
 
 @dataclass

@@ -13,7 +13,8 @@ from skyrl_train.config import Config
 from skyrl_train.config.models import CriticConfig, StrategyConfig
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory import predict
-from skyrl_train.learner.memory.predict import DeviceShare, Effort, PredictedPasses
+from skyrl_train.learner.memory.predict import Effort, PredictedPasses
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model.sizes import ParameterCounts
 from skyrl_train.plan.memory import head_violations, models_of, peak_on_cpu, plan_memory
 from tests.support.learner_cases import save_tiny_model
