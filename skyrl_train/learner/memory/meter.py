@@ -143,13 +143,15 @@ class CountingMeter(MemoryMeter):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count_tensor(tensor)
-        self._require_room(before)
+        if self._held > before:
+            self._require_room(before)
 
     def require_room(self) -> None:
         """Count what was gathered since the last operation. Raises torch.OutOfMemoryError where it passes the limit."""
         before = self._held
         self._look_at_gathered()
-        self._require_room(before)
+        if self._held > before:
+            self._require_room(before)
 
     def _look_at_gathered(self) -> None:
         """Count storages that have changed their size since the last operation."""
@@ -183,8 +185,6 @@ class CountingMeter(MemoryMeter):
         self._held += counted.num_bytes
 
     def _require_room(self, before: int) -> None:
-        if self._held <= before:
-            return
         if self._held > self.limit_bytes:
             raise torch.OutOfMemoryError(
                 f"{self._held - before} bytes were to be allocated, but of the budget of {self.limit_bytes} bytes only "
