@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -222,53 +222,22 @@ def estimate_passes(
         budgets: By role, of micro-batches that size themselves, where it is known what fits the memory.
     """
     return [
-        replace(
-            _estimate_pass(
-                learner,
-                lengths,
-                trainer,
-                generator,
-                seed,
-                cost=(costs or {}).get(learner.role) or CostModel(),
-                budgets=(budgets or {}).get(learner.role),
-            ),
-            document_steps=_document_steps(plan, learner, lengths, trainer, generator, seed),
+        _estimate_pass(
+            plan,
+            learner,
+            lengths,
+            trainer,
+            generator,
+            seed,
+            cost=(costs or {}).get(learner.role) or CostModel(),
+            budgets=(budgets or {}).get(learner.role),
         )
         for learner in plan.learners
     ]
 
 
-def _document_steps(
-    plan: BatchPlan,
-    learner: LearnerPlan,
-    lengths: RowLengths,
-    trainer: TrainerConfig,
-    generator: GeneratorConfig,
-    seed: int,
-) -> tuple[DocumentStep, ...]:
-    """Where the optimizer steps of one training batch close that count documents; of a model that learns."""
-    if not trainer.docs_per_step or learner.role == "reference":
-        return ()
-    rows = lengths.draw(
-        np.random.default_rng(derive_seed(seed, "documents")),
-        num_trajectories=plan.num_samples_per_batch,
-        samples=generator.n_samples_per_prompt,
-        layout="packed",
-        merge_turns=False,
-    )
-    steps = document_steps(
-        rows.lengths,
-        rows.trajectories,
-        rows.loss_tokens > 0,
-        docs_per_step=trainer.docs_per_step,
-        num_ranks=learner.data_parallel_size,
-        admits=training_limit(trainer),
-        exact=trainer.docs_per_step_exact,
-    )
-    return tuple(steps)
-
-
 def _estimate_pass(
+    plan: BatchPlan,
     learner: LearnerPlan,
     lengths: RowLengths,
     trainer: TrainerConfig,
@@ -278,16 +247,22 @@ def _estimate_pass(
     cost: CostModel,
     budgets: TokenBudgets | None,
 ) -> PassEstimate:
-    """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed)."""
+    """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed), and says where the optimizer
+    steps of one training batch close that count documents."""
     ranks, training = learner.data_parallel_size, learner.role != "reference"
     merge_turns = generator.merge_stepwise == "auto"
-    rng = np.random.default_rng(derive_seed(seed, "estimate", ranks))
-    rows = lengths.draw(
-        rng,
-        num_trajectories=learner.sequences_per_pass,
-        samples=generator.n_samples_per_prompt,
-        layout=trainer.layout,
-        merge_turns=merge_turns,
+
+    def draw(seed: int, num_trajectories: int, layout: LayoutChoice, *, merge_turns: bool) -> RowFacts:
+        return lengths.draw(
+            np.random.default_rng(seed),
+            num_trajectories=num_trajectories,
+            samples=generator.n_samples_per_prompt,
+            layout=layout,
+            merge_turns=merge_turns,
+        )
+
+    rows = draw(
+        derive_seed(seed, "estimate", ranks), learner.sequences_per_pass, trainer.layout, merge_turns=merge_turns
     )
     dealt, loads = shard_rows(rows, ranks, cost)
     planner = make_micro_batch_strategy(trainer, merge_turns=merge_turns, cost=cost)
@@ -299,6 +274,18 @@ def _estimate_pass(
         positions.append([share.positions(forward.rows, forward.layout) for forward in forwards])
     cap = trainer.max_tokens_per_microbatch if training else trainer.max_tokens_per_forward_microbatch
     limit = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
+    steps: list[DocumentStep] = []
+    if trainer.docs_per_step and training:
+        batch = draw(derive_seed(seed, "documents"), plan.num_samples_per_batch, "packed", merge_turns=False)
+        steps = document_steps(
+            batch.lengths,
+            batch.trajectories,
+            batch.loss_tokens > 0,
+            docs_per_step=trainer.docs_per_step,
+            num_ranks=learner.data_parallel_size,
+            admits=training_limit(trainer),
+            exact=trainer.docs_per_step_exact,
+        )
     return PassEstimate(
         role=learner.role,
         training=training,
@@ -313,6 +300,7 @@ def _estimate_pass(
         load_max_over_mean=float(loads.max() / loads.mean()),
         rows_over_cap=rows_over(rows.lengths, cap) if trainer.micro_batching == "token_budget" else 0,
         first_come_padding=_first_come_padding(rows.lengths, limit),
+        document_steps=tuple(steps),
     )
 
 

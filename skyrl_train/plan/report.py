@@ -13,12 +13,10 @@ from skyrl_train.config import TrainerConfig
 from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.errors import Violation, byte_size, counted
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
-from skyrl_train.plan.device_report import PlacementReport, placement_lines
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.memory.device import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
-from skyrl_train.plan.pipeline import SHOWN
-from skyrl_train.plan.time import RunTime, time_lines, tokens_of_rollout
+from skyrl_train.plan.time import SHOWN, RunTime, time_lines, tokens_of_rollout
 from skyrl_train.registry import part_name
 
 TOKEN_BYTES = {
@@ -62,20 +60,53 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BundleGroup:
+    """Devices that are reserved together, and what computes on them."""
+
+    name: str
+    num_bundles: int
+    gpus_per_bundle: int
+    num_nodes: int
+    """Nodes that it is bound to; 0 is any node with room."""
+    slots: tuple[tuple[str, int], ...]
+    """Role to the number of its ranks or engines in the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementReport:
+    """What a run reserves, beside what there is."""
+
+    backend: str
+    strategy: str
+    gpus_needed: int
+    gpus_found: int
+    found_in: str
+    """Where the GPUs that were found were looked for; empty where they were not."""
+    shares_devices: bool
+    """Whether models and engines share devices, one of them computing at a time."""
+    groups: tuple[BundleGroup, ...]
+    """None without Ray."""
+    engines: str
+    """What makes rollouts, in words."""
+    training: str
+    """Layout and micro-batches, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """Everything that `skyrl_train.plan` prints."""
 
     plan: BatchPlan | None
-    """None where there are violations."""
+    """None where there are violations, which is then all there is."""
     num_train_prompts: int
     micro_batching: str
     """What bounds a micro-batch, in words."""
-    lengths_source: str
-    estimates: tuple[PassEstimate, ...]
-    learning_rates: tuple[RatePoint, ...]
-    storage: tuple[Storage, ...]
-    violations: tuple[Violation, ...]
-    notes: tuple[PlanNote, ...]
+    lengths_source: str = ""
+    estimates: tuple[PassEstimate, ...] = ()
+    learning_rates: tuple[RatePoint, ...] = ()
+    storage: tuple[Storage, ...] = ()
+    violations: tuple[Violation, ...] = ()
+    notes: tuple[PlanNote, ...] = ()
     memory: DeviceMemory | None = None
     """Where `plan.device_memory_gb` asks for it, or the placement was chosen by it."""
     placement: PlacementReport | None = None
@@ -127,6 +158,23 @@ def render_text(report: PlanReport) -> str:
         ("Notes", [str(note) for note in report.notes] or ["none"]),
     ]
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+
+
+def placement_lines(report: PlacementReport) -> Iterator[str]:
+    """Yield the lines of a terminal on placement."""
+    if report.gpus_needed or report.gpus_found:
+        found = f", {report.gpus_found} found ({report.found_in})" if report.found_in else ""
+        yield f"{'GPUs':<10} {report.gpus_needed} needed{found}"
+    yield f"{'backend':<10} {report.backend}, strategy {report.strategy}"
+    for group in report.groups:
+        each = f"{counted(group.gpus_per_bundle, 'GPU')}" if group.gpus_per_bundle else "1 CPU"
+        where = f" on {counted(group.num_nodes, 'node')}" if group.num_nodes else ""
+        slots = ", ".join(f"{count} {role}" for role, count in group.slots)
+        shared = ", one at a time" if report.shares_devices else ""
+        bundles = f"{counted(group.num_bundles, 'bundle')} of {each}"
+        yield f"{group.name:<10} {bundles}{where}: {slots}{shared}"
+    yield f"{'rollouts':<10} {report.engines}"
+    yield f"{'training':<10} {report.training}"
 
 
 def _memory_title(memory: DeviceMemory) -> str:

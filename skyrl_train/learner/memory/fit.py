@@ -286,10 +286,20 @@ def probes_at_the_limit(
         raise BatchError(f"lengths to probe are positive numbers of tokens; got {list(lengths)}")
     longest, *others = sorted(set(lengths), reverse=True)
     most = max(first_rows, max_positions // longest)
-    limits = {"limit_bytes": limit_bytes, "held_bytes": held_bytes, "agree": agree}
-    found = doubled(lambda rows: probe(rows, longest), first_rows, most, **limits)
+
+    def grow(first: int) -> list[MemoryProbe]:
+        return doubled(
+            lambda rows: probe(rows, longest),
+            first,
+            most,
+            limit_bytes=limit_bytes,
+            held_bytes=held_bytes,
+            agree=agree,
+        )
+
+    found = grow(first_rows)
     if not found and first_rows > 1:  # a prediction led to the first size, and was too high
-        found = doubled(lambda rows: probe(rows, longest), 1, most, **limits)
+        found = grow(1)
     if found:
         sizes = [(found[-1].positions // other, other) for other in others]
         # One size of the longest row gives no slope in positions: shorter single rows do.
