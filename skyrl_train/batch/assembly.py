@@ -85,6 +85,7 @@ def assemble(
     trainer = settings.trainer
     step_wise = TRAJECTORY_ROWS.name_of(settings.rows) != "per_trajectory"
     made = list(_rows(rollouts, settings.rows, with_experts=trainer.moe_routing_replay))
+    # In one row, two turns with nothing between them would be one run of sampled tokens.
     if trainer.algorithm.step_rewards == "turn_return":
         _check_turns_are_apart(rollouts, made)
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
@@ -321,7 +322,7 @@ def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarra
             trained[start:stop] = turn.loss_mask if len(turn.loss_mask) else True
             if recorded:
                 logprobs[start:stop] = turn.response_logprobs
-            rewards[stop - 1] = turn.reward
+            rewards[stop - 1] = turn.reward  # known when the turn has ended
     return {
         "input_ids": np.concatenate([row.input_ids for row in rows]),
         "loss_mask": trained,

@@ -118,7 +118,7 @@ class TrainingInputBatch:
     """int64 `[num_rows]`, tokens of each row, at least 1."""
 
     def __post_init__(self) -> None:
-        derive = object.__setattr__
+        derive = object.__setattr__  # these follow from the columns; nobody else may set anything
         derive(self, "token_columns", dict(self.token_columns))
         derive(self, "row_columns", dict(self.row_columns))
         derive(self, "num_rows", len(self.row_offsets) - 1)
@@ -180,6 +180,7 @@ class TrainingInputBatch:
         if not 0 <= start <= stop <= self.num_rows:
             raise BatchError(f"rows [{start}, {stop}) of a batch of {self.num_rows} rows")
         first, last = int(self.row_offsets[start]), int(self.row_offsets[stop])
+        # Copied: a view would keep, and ship to another process, the memory of the whole batch.
         return TrainingInputBatch(
             token_columns={name: column[first:last].clone() for name, column in self.token_columns.items()},
             row_columns={name: column[start:stop].clone() for name, column in self.row_columns.items()},
@@ -224,7 +225,7 @@ class TrainingInputBatch:
             for names, size in ((self.token_columns, DUMMY_ROW_LENGTH), (self.row_columns, 1))
             for name in names
         }
-        if uid is None:
+        if uid is None:  # of the last prompt, whose rows still lie together then
             columns["prompt_index"][self.num_rows :] = self["prompt_index"][-1]
         lengths = torch.cat([self.lengths, torch.full((count,), DUMMY_ROW_LENGTH, dtype=torch.int64, device=device)])
         return TrainingInputBatch(
@@ -262,6 +263,7 @@ class TrainingInputBatch:
 
     def to(self, device: torch.device | str) -> TrainingInputBatch:
         """All columns on `device`."""
+        # Found here, as a size that follows from lengths would make the host wait for the device.
         width, positions = self.padding()
         return replace(
             self,

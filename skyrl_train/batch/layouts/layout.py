@@ -190,6 +190,7 @@ def padded_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
 def packed_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
     """Rows back to back. With `merge`, rows that another row extends are part of that one."""
     hosts = _Hosts.of(rows, merge=merge)
+    # Sequences, not rows: those that were packed into one row must not attend to one another either.
     bounds = sequence_offsets(hosts.rows)
     lengths = bounds.diff()
     starts = torch.repeat_interleave(bounds[:-1], lengths)
@@ -303,6 +304,7 @@ class _Hosts:
     @classmethod
     def of(cls, rows: TrainingInputBatch, *, merge: bool) -> _Hosts:
         device = rows.row_offsets.device
+        # Rows that hold several sequences each are no turns of one conversation.
         if not merge or "position_ids" in rows:
             return cls(rows, torch.arange(rows.num_rows, device=device), rows)
         host = torch.from_numpy(hosts_of(rows)).to(device)
@@ -349,7 +351,7 @@ def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:
         states=states,
         representatives=one_of,
         copies=copies,
-        by_state=torch.argsort(copies, stable=True),
+        by_state=torch.argsort(copies, stable=True),  # in the order of rows, in which gradients are then added up
         ends=torch.bincount(copies).cumsum(0).cpu(),
         read=torch.unique(states),
         num_loss_tokens=len(marked),
@@ -371,6 +373,7 @@ def sequence_offsets(rows: TrainingInputBatch) -> Tensor:
     several sequences (column `position_ids`), at each of those."""
     if "position_ids" not in rows:
         return rows.row_offsets
+    # Position ids begin again at 0 with each sequence; a row does whatever its first id is.
     begins = rows["position_ids"] == 0
     begins[rows.row_offsets[:-1]] = True
     return torch.cat([begins.nonzero().squeeze(1), rows.row_offsets[-1:]])

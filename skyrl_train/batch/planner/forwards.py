@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,11 +53,6 @@ def token_budget(rows: RowFacts) -> list[Forward]:
     if not rows.column_share:
         return forwards
     return [narrow for forward in forwards for narrow in _narrowed(rows, forward)]
-
-
-def one_forward(rows: RowFacts) -> list[Forward]:
-    """All rows in one forward, to measure it."""
-    return [Forward(np.arange(rows.num_rows))]
 
 
 def _cheapest(rows: RowFacts, *, counts_rows: bool) -> list[Forward]:
@@ -260,33 +254,25 @@ class MicroBatch:
     """What computes them."""
 
 
+@dataclass
 class MemoryAwareBatchIterator:
     """Cuts batches into micro-batches: by a planner, within budgets that are stated, or that were found to fit the memory
     and may be lowered on the way, on all ranks alike."""
 
-    def __init__(
-        self,
-        budgets: TokenBudgets,
-        *,
-        plan: Planner = token_budget,
-        name: str = "token_budget",
-        layout: LayoutChoice = "padded",
-        merge_turns: bool = False,
-        max_rows: tuple[int, int] = (NO_LIMIT, NO_LIMIT),
-        checks_budget: bool = False,
-        cost: CostModel | None = None,
-    ) -> None:
-        """`name`: of the planner, in the configuration. `max_rows`: in training and in scoring, for planners that count
-        rows. With `checks_budget`, a planner that exceeds the budget is refused before memory runs out."""
-        self.budgets = budgets
-        self.layout: LayoutChoice = layout
-        self.merge_turns = merge_turns
-        self._plan = plan
-        self._name = name
-        self._max_rows = max_rows
-        self._checks_budget = checks_budget
-        self._is_one_forward = False
-        self.cost = cost or CostModel()
+    budgets: TokenBudgets
+    _: KW_ONLY
+    plan: Planner = token_budget
+    name: str = "token_budget"
+    """Of the planner, in the configuration."""
+    layout: LayoutChoice = "padded"
+    merge_turns: bool = False
+    max_rows: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
+    """In training and in scoring, for planners that count rows."""
+    checks_budget: bool = False
+    """Whether a planner that exceeds the budget is refused before memory runs out."""
+    cost: CostModel = field(default_factory=CostModel)
+    is_one_forward: bool = False
+    """Whether all rows of a batch make one micro-batch, to measure it."""
 
     def iterate(
         self,
@@ -331,12 +317,12 @@ class MemoryAwareBatchIterator:
             training=training,
             budget=self.budgets.of(training=training),
             column_share=self.budgets.cell_shares[phase],
-            max_rows=self._max_rows[phase],
+            max_rows=self.max_rows[phase],
             cost=self.cost,
         )
-        if self._is_one_forward:
-            return checked_forwards(one_forward, facts, name="one_forward", within_budget=False)
-        return checked_forwards(self._plan, facts, name=self._name, within_budget=self._checks_budget)
+        if self.is_one_forward:
+            return [Forward(np.arange(rows.num_rows), facts.default_layout)]
+        return checked_forwards(self.plan, facts, name=self.name, within_budget=self.checks_budget)
 
     def lower(self, positions: int, *, training: bool) -> None:
         """From now on at most so many; never more than before, and at least one."""
@@ -346,18 +332,12 @@ class MemoryAwareBatchIterator:
     def under(self, budgets: TokenBudgets) -> MemoryAwareBatchIterator:
         """The same within budgets that were found: by someone else's planner, whose answer is checked, or by
         `token_budget`, which keeps within them wherever cutting helps."""
-        found = copy(self)
-        if self._plan is fixed:  # knows of no budget
-            found._plan = token_budget
-        found.budgets, found._checks_budget = budgets, found._plan is not token_budget
-        found._is_one_forward = False
-        return found
+        plan = token_budget if self.plan is fixed else self.plan  # `fixed` knows of no budget
+        return replace(self, budgets=budgets, plan=plan, checks_budget=plan is not token_budget, is_one_forward=False)
 
     def as_one_forward(self) -> MemoryAwareBatchIterator:
         """All rows of a batch in one micro-batch, to measure it; `under` is again what it was."""
-        measured = copy(self)
-        measured._is_one_forward = True
-        return measured
+        return replace(self, is_one_forward=True)
 
 
 def make_micro_batch_strategy(
@@ -379,7 +359,7 @@ def make_micro_batch_strategy(
         layout=trainer_config.layout,
         merge_turns=merge_turns,
         max_rows=(trainer_config.micro_train_batch_size_per_gpu, trainer_config.micro_forward_batch_size_per_gpu),
-        cost=cost,
+        cost=cost or CostModel(),
     )
 
 

@@ -106,6 +106,7 @@ def close_mini_batch(
         copies = (
             batch["sample_count"].double() if "sample_count" in batch else torch.ones_like(counts.trajectory_tokens)
         )
+        # A reduction divides by a row's own tokens: what it says of rows without any is no number.
         is_counted = (row_tokens > 0) & (copies > 0)
         row_weights = torch.where(
             is_counted, copies * _weights_of_rows(reduction(counts), is_counted, part_name(loss_reduction)), 0.0
@@ -161,6 +162,7 @@ def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
 
 def _count_by_row(batch: TrainingInputBatch, trained: Tensor) -> Tensor:
     """Return int64 `[num_rows]`: how many of a row's tokens `trained` `[num_tokens]` marks."""
+    # Differences of running totals count rows without any such token, too, and make no float of a count.
     before = torch.zeros(batch.num_tokens + 1, dtype=torch.int64, device=trained.device)
     torch.cumsum(trained, dim=0, out=before[1:])
     return before[batch.row_offsets].diff()
@@ -176,6 +178,7 @@ def _count(batch: TrainingInputBatch, row_tokens: Tensor, max_sequence_length_fo
         """One row of each group with loss, and each row's group total."""
         _, number = torch.unique(group, return_inverse=True)
         totals = torch.zeros_like(row_tokens).index_add_(0, number, tokens)
+        # Any one row with loss stands for its group: groups without such a row are in no denominator.
         rows = has_loss.nonzero().squeeze(1)
         one_of = torch.full_like(number, -1).scatter_(0, number[rows], rows)
         return one_of[one_of >= 0], totals[number]
@@ -319,6 +322,7 @@ def behind_updates(batch: TrainingInputBatch) -> Tensor:
     mask = tokens_with_loss(batch)
     if "weight_version" not in batch or not mask.any():
         return torch.zeros_like(mask)
+    # A turn begins behind a token that is not trained, or at the first token of its row.
     begins = mask.clone()
     begins[1:] &= ~mask[:-1]
     starts = batch.row_offsets[:-1]

@@ -192,6 +192,7 @@ class OomRetry(Generic[PassesT]):
     def _attempt(
         self, meter: MemoryMeter, batch: TrainingInputBatch, work: Callable[[Sequence[Any]], T], *, training: bool
     ) -> T:
+        # Planned in each attempt: the budget may have been lowered since the last.
         planned = self.passes.plan(batch, training=training)
         meter.adopt(self._resident())
         meter.reset_peak()
@@ -245,6 +246,7 @@ class OomRetry(Generic[PassesT]):
                 f"{counted(size.num_rows, 'row')} of at most {size.longest} tokens ({reason}), "
                 + ("which cannot be cut further" if size.num_rows == 1 else f"after {self._retries} smaller attempts")
             )
+        # Collectives on every rank, also where none of its own micro-batches failed: all lower alike, or all raise.
         found = strategy.first_reason(hopeless if reason else "")
         # The largest of negatives is the smallest: one collective serves both.
         smallest = -strategy.agree(-size.positions if reason else -_FITTED_HERE)
@@ -254,6 +256,7 @@ class OomRetry(Generic[PassesT]):
                 "(generator.max_context_length, data.max_length), model.gradient_checkpointing=true, more ranks with "
                 "strategy=fsdp2, or a larger trainer.memory_budget_gb"
             )
+        # By what failed and not by the old budget, which a single long row may have exceeded.
         batches.lower(int(smallest * LOWERED_TO), training=training)
         self._num_redone += 1
         after = batches.budgets.of(training=training)

@@ -130,10 +130,6 @@ class PredictedPasses:
             moment, kinds = "in the optimizer's step", step
         return MemoryEstimate(moment=moment, kinds={kind: count for kind, count in kinds.items() if count})
 
-    def fits_one_row(self, phase: Phase, limit_bytes: int) -> bool:
-        """Return whether a micro-batch of one of the longest rows fits. Raises ModelError."""
-        return self.estimate(phase, 1).peak_bytes <= limit_bytes
-
     def token_budget(self, phase: Phase, limit_bytes: int) -> int:
         """Return the most computed positions that fit. Raises MemoryLimitError where one of the longest rows does not, and
         ModelError."""

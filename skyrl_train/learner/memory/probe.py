@@ -84,7 +84,7 @@ class Prober:
                 peak = self.trace.peak_bytes(lambda: self._pass(batch, training=training), training=training)
             else:
                 peak = self._measured_peak(batch, training=training)
-        except RankOutOfMemory:
+        except RankOutOfMemory:  # on all ranks alike, so that all go on with the same probe
             return None
         return MemoryProbe(
             rows=num_rows,
@@ -106,6 +106,7 @@ class Prober:
 
     def _measured_peak(self, batch: TrainingInputBatch, *, training: bool) -> int:
         engine = self.learner.engine
+        # Without retries: where memory runs out is what is asked.
         engine.oom_retry.begin_probing(self.meter, resident=engine.held_tensors)
         # From an empty cache, so that what is reserved beyond the allocated is what this pass itself loses to gaps.
         self.meter.release_cached()

@@ -203,11 +203,12 @@ def size_micro_batches(
     differs = stored is None or dict(stored.facts) != facts
     if engine.strategy.agree(int(differs)) or stored is None:
         sizing = _Sizing(prober=Prober(learner=learner, meter=meter), limits=limits)
+        is_trained = any(parameter.requires_grad for parameter in engine.parameters.values())
         report = SizingReport(
             name=engine.name,
             facts=facts,
             is_reused=False,
-            training=replace(sizing, training=True).run() if _is_trained(engine) else None,
+            training=replace(sizing, training=True).run() if is_trained else None,
             forward=sizing.run(),
         )
     else:
@@ -358,10 +359,6 @@ class _Sizing:
             "lower generator.max_context_length (data.max_length), model.gradient_checkpointing=true, "
             "strategy.cpu_offload=optimizer, more ranks with strategy=fsdp2, or a larger trainer.memory_budget_gb"
         )
-
-
-def _is_trained(engine: SizedEngine) -> bool:
-    return any(parameter.requires_grad for parameter in engine.parameters.values())
 
 
 def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[str, str]:

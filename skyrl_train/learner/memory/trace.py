@@ -141,7 +141,7 @@ def _sections(engine: SizedEngine, meter: CountingMeter) -> Iterator[_Sections]:
     def at_gradient(tensor: Any, ended: str, begun: str) -> None:
         def cut(_: Tensor) -> None:
             found.end(ended)
-            last.append(begun)
+            last.append(begun)  # and is the last section, unless another begins
 
         if tensor.requires_grad:
             tensor.register_hook(cut)
@@ -169,6 +169,7 @@ def _sections(engine: SizedEngine, meter: CountingMeter) -> Iterator[_Sections]:
 @contextmanager
 def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
     """Yields the stand-ins, which the engine and its model have in place of their parameters and buffers meanwhile."""
+    # Constants that a model keeps beside its parameters and buffers are real.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     named = _stand_ins(engine, mode)
     own: dict[str, Any] = {name: named[name] for name in engine.parameters}
@@ -182,7 +183,7 @@ def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
         _reparametrize_module(engine.model, named),
         _hooks_of_shards_off(engine.model),
         _nothing_packed(),
-        torch.compiler.set_stance("force_eager"),
+        torch.compiler.set_stance("force_eager"),  # compiled layers are traced as they are written
         warnings.catch_warnings(),
         engine.traced(own, computing),
     ):
@@ -193,6 +194,7 @@ def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
 def _stand_ins(engine: SizedEngine, mode: FakeTensorMode) -> dict[str, Tensor]:
     """By name; tied parameters are one. Those of a sharded model are whole and have the type in which they are gathered."""
     model, device = engine.model, engine.passes.device
+    # Of a plan the learner is on the meta device, whose tensors have no storage that could be counted.
     device = torch.device("cpu") if device.type == "meta" else device
     gathered = engine.passes.dtype if engine.strategy.sharded else None
     made: dict[int, Tensor] = {}
@@ -201,7 +203,7 @@ def _stand_ins(engine: SizedEngine, mode: FakeTensorMode) -> dict[str, Tensor]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]:
-        if id(tensor) not in made:
+        if id(tensor) not in made:  # a tied parameter stays one, or it and its gradient would count twice
             is_parameter = isinstance(tensor, nn.Parameter)
             casts = gathered is not None and is_parameter and tensor.dtype == torch.float32
             with mode:

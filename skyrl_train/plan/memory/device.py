@@ -437,7 +437,7 @@ def _pass(predicted: PredictedPasses, role: str, phase: Phase, limit_bytes: int,
     longest = predicted.longest
     try:
         if one_row:
-            budget = longest * predicted.fits_one_row(phase, limit_bytes)
+            budget = longest * (predicted.estimate(phase, 1).peak_bytes <= limit_bytes)
         else:
             budget = predicted.token_budget(phase, limit_bytes)
     except MemoryLimitError:

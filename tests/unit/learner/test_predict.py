@@ -189,7 +189,8 @@ def test_a_step_that_holds_more_than_its_passes_is_the_peak(tmp_path: Path) -> N
     assert "optimizer state" not in in_pass.kinds
     assert in_step.moment == "in the optimizer's step"
     assert in_step.peak_bytes == 16 * parameters > in_pass.peak_bytes
-    assert not passes.fits_one_row("training", in_step.peak_bytes - 1)
+    with pytest.raises(MemoryLimitError, match="one row of"):
+        passes.token_budget("training", in_step.peak_bytes - 1)
 
 
 def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
