@@ -322,7 +322,7 @@ class _Sizing:
         """What a cell of `[rows, longest]` that the model does not compute takes on any rank, in positions: those that only
         losses pad, and tokens that rows have in common. A peak is convex in cells, so that the share found near the limit
         holds below it; where nothing could be probed, a cell is a position, which all probes had."""
-        limits, layout = self.limits, self.engine.passes.layout
+        limits, layout = self.limits, self.engine.passes.micro_batching.layout
         if layout == "padded" or (limits.max_rows < 2 and self.prober.compiled is None):
             return 0.0
         if self.prober.compiled is not None:  # XLA is asked of padded rows alone: other cells take less than a position
@@ -340,7 +340,7 @@ class _Sizing:
 
     def _budget(self, model: MemoryModel) -> int:
         """This rank's budget, for the layouts that its passes may choose. Raises MemoryLimitError."""
-        padded = {"padded": [True], "auto": [True, False]}.get(self.engine.passes.layout, [False])
+        padded = {"padded": [True], "auto": [True, False]}.get(self.engine.passes.micro_batching.layout, [False])
         limit, longest = self.prober.meter.limit_bytes, self.limits.longest
         try:
             return min(model.token_budget(limit, longest, padded=each) for each in padded)
@@ -364,7 +364,7 @@ class _Sizing:
 def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[str, str]:
     """What the budgets hold for."""
     shapes = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in engine.parameters.items()]
-    passes, device = engine.passes, engine.passes.device
+    passes, device, batching = engine.passes, engine.passes.device, engine.passes.micro_batching
     return {
         "model": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
         "parameters": str(sum(parameter.numel() for parameter in engine.model.parameters())),
@@ -373,7 +373,7 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "longest": str(limits.longest),
         "max_rows": str(limits.max_rows),
         "max_positions": str(limits.max_positions),
-        "layout": f"{passes.layout}{', merged turns' if passes.merge_turns else ''}",
+        "layout": f"{batching.layout}{', merged turns' if batching.merge_turns else ''}",
         "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
         + (f" in {engine.strategy.num_shards} shards" if engine.strategy.sharded else "")
         + (f", experts over {engine.strategy.expert_ranks}" if engine.strategy.expert_ranks > 1 else "")
