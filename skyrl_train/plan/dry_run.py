@@ -15,7 +15,7 @@ from skyrl_train.batch.planner import TokenBudgets
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.derived import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
-from skyrl_train.config.models import PlatformConfig, mesh_sizes
+from skyrl_train.config.models import PlatformConfig
 from skyrl_train.config.placement import Layout, count_engines, shares_devices
 from skyrl_train.config.rules import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation, counted
@@ -93,15 +93,6 @@ def make_plan_report(
     budgets = _budgets(config.trainer, memory)
     lengths, estimates = _estimates(config, plan, lengths, budgets)
     rates = rates or _rates(config, plan, lengths, estimates, machine, num_eval_prompts)
-    is_sharded = config.strategy.kind == "fsdp2"
-    storage = storage_items(
-        config.trainer,
-        plan,
-        lengths,
-        num_parameters=num_parameters,
-        bytes_per_weight=2 if config.model.dtype == "bfloat16" else 4,
-        policy_shards=mesh_sizes(config.strategy, config.placement.policy_num_workers).shard if is_sharded else 1,
-    )
     return PlanReport(
         plan=plan,
         num_train_prompts=num_train_prompts,
@@ -112,7 +103,10 @@ def make_plan_report(
             *rate_points("policy", config.trainer.policy.optimizer, plan.schedule_steps),
             *rate_points("critic", config.critic.optimizer, plan.critic_schedule_steps),
         ),
-        storage=(*storage, *_peak(config, estimates, announce)),
+        storage=(
+            *storage_items(config, plan, lengths, num_parameters=num_parameters),
+            *_peak(config, estimates, announce),
+        ),
         notes=(
             *size_notes(config),
             *plan_notes(

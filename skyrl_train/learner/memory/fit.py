@@ -267,9 +267,9 @@ def _alone(count: int) -> int:
 def probes_at_the_limit(
     probe: Callable[[int, int], MemoryProbe | None],
     lengths: Sequence[int],
-    *,
     limit_bytes: int,
-    max_positions: int = _MAX_POSITIONS,
+    *,
+    max_rows: int,
     first_rows: int = 1,
     held_bytes: Callable[[], int] = int,
     agree: Callable[[int], int] = _alone,
@@ -279,19 +279,18 @@ def probes_at_the_limit(
 
     Args:
         probe: Of rows and their length: measured, traced or compiled; None where memory ran out on any rank.
-        max_positions: Of one pass.
+        max_rows: Of the longest length; shorter rows have no more positions.
     Raises BatchError for lengths that are none.
     """
     if not lengths or min(lengths) < 1:
         raise BatchError(f"lengths to probe are positive numbers of tokens; got {list(lengths)}")
     longest, *others = sorted(set(lengths), reverse=True)
-    most = max(first_rows, max_positions // longest)
 
     def grow(first: int) -> list[MemoryProbe]:
         return doubled(
             lambda rows: probe(rows, longest),
             first,
-            most,
+            max_rows,
             limit_bytes=limit_bytes,
             held_bytes=held_bytes,
             agree=agree,

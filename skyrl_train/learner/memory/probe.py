@@ -133,7 +133,7 @@ class Prober:
         return probes_at_the_limit(
             lambda rows, length: self.probe(rows, length, training=training),
             lengths,
-            max_positions=max_positions,
+            max_rows=max(first_rows, max_positions // max(lengths)),
             first_rows=first_rows,
             **self._limits(),
         )

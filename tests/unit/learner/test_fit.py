@@ -271,38 +271,40 @@ class CountedProbe:
 
 
 def test_the_longest_rows_are_doubled_and_shorter_ones_compute_as_many_positions():
-    found = probes_at_the_limit(CountedProbe(), [8, 16], limit_bytes=3000, held_bytes=lambda: 1000)
+    found = probes_at_the_limit(CountedProbe(), [8, 16], limit_bytes=3000, max_rows=999, held_bytes=lambda: 1000)
     assert [(probe.rows, probe.longest) for probe in found] == [(1, 16), (2, 16), (4, 16), (8, 8)]
 
 
 def test_where_the_longest_row_fits_once_single_rows_of_the_others_give_the_slope():
-    found = probes_at_the_limit(CountedProbe(), [4, 8, 16], limit_bytes=1300, held_bytes=lambda: 1000)
+    found = probes_at_the_limit(CountedProbe(), [4, 8, 16], limit_bytes=1300, max_rows=999, held_bytes=lambda: 1000)
     assert [(probe.rows, probe.longest) for probe in found] == [(1, 16), (2, 8), (4, 4), (1, 8), (1, 4)]
 
 
 def test_a_first_size_that_was_foreseen_too_high_begins_again_at_one_row():
     probe = CountedProbe(most_rows=3)
-    found = probes_at_the_limit(probe, [8], limit_bytes=10**9, first_rows=4)
+    found = probes_at_the_limit(probe, [8], limit_bytes=10**9, max_rows=9, first_rows=4)
     assert [rows for rows, _ in probe.asked] == [4, 1, 2, 4]
     assert [each.rows for each in found] == [1, 2]
 
 
 def test_a_fit_of_the_probes_gives_a_budget():
-    model = fit_memory_model(probes_at_the_limit(CountedProbe(), [4, 8, 16], limit_bytes=2000), margin=0.0)
+    model = fit_memory_model(
+        probes_at_the_limit(CountedProbe(), [4, 8, 16], limit_bytes=2000, max_rows=999), margin=0.0
+    )
     assert model.bytes_per_position_and_length == pytest.approx(1.0)
     assert model.peak_bytes(3, 16, 48) <= 2000
 
 
-def test_positions_are_never_more_than_a_pass_has():
+def test_rows_are_never_more_than_asked_for():
     probe = CountedProbe()
-    probes_at_the_limit(probe, [8], limit_bytes=10**9, max_positions=47)
+    probes_at_the_limit(probe, [8], limit_bytes=10**9, max_rows=5)
     assert [rows for rows, _ in probe.asked] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 4]])
 def test_lengths_are_positive(lengths):
     with pytest.raises(BatchError, match="positive numbers of tokens"):
-        probes_at_the_limit(CountedProbe(), lengths, limit_bytes=1200)
+        probes_at_the_limit(CountedProbe(), lengths, limit_bytes=1200, max_rows=999)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 100), st.sampled_from([0.0, 0.01, 1.0]), st.integers(0, 10**8))
@@ -317,7 +319,11 @@ def test_no_size_beyond_the_limit_is_probed_and_the_largest_is_more_than_half_of
 
     assume(peak(1, 64) <= limit)
     found = probes_at_the_limit(
-        lambda r, n: probe(r, n, peak(r, n)), [64, 16], limit_bytes=limit, held_bytes=lambda: max(base, 1)
+        lambda r, n: probe(r, n, peak(r, n)),
+        [64, 16],
+        limit_bytes=limit,
+        max_rows=1 << 30,
+        held_bytes=lambda: max(base, 1),
     )
     assert all(each.peak_bytes <= limit for each in found)
     most = max(each.rows for each in found if each.longest == 64)

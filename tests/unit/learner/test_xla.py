@@ -94,7 +94,7 @@ def test_what_is_resident_is_added() -> None:
 def test_micro_batches_under_the_budget_of_compiled_probes_fit() -> None:
     probe = jax_probe(training=True)
     limit = probe(3, 128).peak_bytes
-    model = fit_memory_model(probes_at_the_limit(probe, [64, 128], limit_bytes=limit), margin=0.02)
+    model = fit_memory_model(probes_at_the_limit(probe, [64, 128], limit, max_rows=1 << 20), margin=0.02)
     budget = model.token_budget(limit, 128)
     for length in (64, 100, 128):
         assert probe(max(1, budget // length), length).peak_bytes <= limit
