@@ -10,7 +10,7 @@ turn. Runs are made one after the other:
     stream    trainer.max_staleness=1 with one thread, so that generation and update have a core each
 
 The same is then done without sleep, where both sides want the cores at once: there is little to gain there, and no goal. The
-first steps are left out. Beside what was measured stands what a plan makes of the serial run's phases (`plan/pipeline.py`).
+first steps are left out. Beside what was measured stands what a plan makes of the serial run's phases (`plan/time.py`).
 
 What is learnt is then compared on `--seeds` seeds: `--learning-steps` steps of both kinds, with the same sleep, in processes
 of their own, all at once, since they sleep most of the time, then the held-out problems. `--check` ends with

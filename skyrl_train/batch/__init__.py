@@ -4,15 +4,14 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.batch.assembly import AssemblySettings, assemble
-    from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, BatchMetadata, Rows
-    from skyrl_train.batch.boundaries import (
+    from skyrl_train.batch.assembly import (
+        AssemblySettings,
+        assemble,
         compute_prompt_end_indices,
         compute_prompt_mini_batch_boundaries,
-        moved,
-        offsets_of,
-        token_positions,
     )
+    from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, BatchMetadata, Rows
+    from skyrl_train.batch.layouts.layout import ScoredTokens, loss_tokens, sequence_offsets
     from skyrl_train.batch.reduce import (
         masked_mean,
         require_bool,
@@ -22,8 +21,16 @@ if TYPE_CHECKING:
         rounding_tolerance,
         whiten,
     )
-    from skyrl_train.batch.scored_tokens import ScoredTokens, loss_tokens, sequence_offsets
-    from skyrl_train.batch.training_batch import ROUTED, SCHEMA, TrainingInputBatch, batch_of_lengths, component_column
+    from skyrl_train.batch.training_batch import (
+        ROUTED,
+        SCHEMA,
+        TrainingInputBatch,
+        batch_of_lengths,
+        component_column,
+        moved,
+        offsets_of,
+        token_positions,
+    )
 
 __all__ = [
     "DUMMY_ROW_LENGTH",

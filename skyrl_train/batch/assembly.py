@@ -18,12 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH
-from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
 from skyrl_train.batch.planner.documents import document_steps
-from skyrl_train.batch.planner.microbatch import training_limit
+from skyrl_train.batch.planner.forwards import training_limit
 from skyrl_train.batch.training_batch import ROUTED, BatchMetadata, TrainingInputBatch
 from skyrl_train.config import TrainerConfig
-from skyrl_train.errors import BatchError
+from skyrl_train.errors import BatchError, counted
 from skyrl_train.images import Image, ImageSpans, with_pixels
 from skyrl_train.parts import TRAJECTORY_ROWS
 from skyrl_train.registry import PartSpec, part_name
@@ -86,6 +85,7 @@ def assemble(
     trainer = settings.trainer
     step_wise = TRAJECTORY_ROWS.name_of(settings.rows) != "per_trajectory"
     made = list(_rows(rollouts, settings.rows, with_experts=trainer.moe_routing_replay))
+    # In one row, two turns with nothing between them would be one run of sampled tokens.
     if trainer.algorithm.step_rewards == "turn_return":
         _check_turns_are_apart(rollouts, made)
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
@@ -322,7 +322,7 @@ def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarra
             trained[start:stop] = turn.loss_mask if len(turn.loss_mask) else True
             if recorded:
                 logprobs[start:stop] = turn.response_logprobs
-            rewards[stop - 1] = turn.reward
+            rewards[stop - 1] = turn.reward  # known when the turn has ended
     return {
         "input_ids": np.concatenate([row.input_ids for row in rows]),
         "loss_mask": trained,
@@ -355,3 +355,67 @@ def _version_column(rows: list[_Row], offsets: np.ndarray, weight_version: int) 
                 # Runs are in order: the next one overwrites the rest.
                 response[run.start :] = run.version
     return {"weight_version": versions}
+
+
+def compute_prompt_end_indices(uids: Sequence[str]) -> list[int]:
+    """One past the last row of each prompt, in order: `["a", "a", "b"]` gives `[2, 3]`.
+
+    Raises BatchError for an empty list, and for a uid whose rows do not lie together.
+    """
+    if not uids:
+        raise BatchError("no uids: a batch has at least one row")
+    first_seen = {uids[0]: 0}
+    ends = []
+    previous = uids[0]
+    for index, uid in enumerate(uids):
+        if uid == previous:
+            continue
+        ends.append(index)
+        if uid in first_seen:
+            raise BatchError(
+                f"uid {uid!r} is in two places: its rows begin at index {first_seen[uid]} and again at index {index}. "
+                "The rows of one prompt must lie together, and a prompt may be in a batch only once"
+            )
+        first_seen[uid] = index
+        previous = uid
+    return [*ends, len(uids)]
+
+
+def compute_prompt_mini_batch_boundaries(
+    uids: Sequence[str],
+    mini_batch_size: int,
+    train_batch_size: int | None = None,
+    is_stepwise: bool = True,
+    n_samples_per_prompt: int | None = None,
+) -> list[tuple[int, int]]:
+    """`[start, stop)` rows of each mini-batch of `mini_batch_size` prompts.
+
+    With `mini_batch_size=2`, `["a", "a", "b", "c", "d", "d"]` gives `[(0, 3), (3, 6)]`.
+    `train_batch_size` is the number of prompts there must be. Where rows are not step-wise, each prompt must have
+    `n_samples_per_prompt` of them (None: not checked).
+    Raises BatchError naming the uid and the index, or the numbers that contradict each other.
+    """
+    if mini_batch_size < 1:
+        raise BatchError(f"mini_batch_size must be a positive number of prompts; got {mini_batch_size}")
+    ends = compute_prompt_end_indices(uids)
+    prompts = list(zip([0, *ends[:-1]], ends))
+    if train_batch_size is not None and len(prompts) != train_batch_size:
+        raise BatchError(
+            f"{counted(len(prompts), 'prompt')} (the last is {uids[-1]!r} at index {len(uids) - 1}) where "
+            f"train_batch_size={train_batch_size} were expected"
+        )
+    whole, rest = divmod(len(prompts), mini_batch_size)
+    if rest:
+        raise BatchError(
+            f"{counted(len(prompts), 'prompt')} are not a whole number of mini-batches of {mini_batch_size}: {rest} are "
+            f"left over, from uid {uids[prompts[-rest][0]]!r} at index {prompts[-rest][0]}"
+        )
+    if not is_stepwise and n_samples_per_prompt is not None:
+        for start, stop in prompts:
+            if stop - start != n_samples_per_prompt:
+                raise BatchError(
+                    f"uid {uids[start]!r} at index {start} has {counted(stop - start, 'row')} where "
+                    f"n_samples_per_prompt={n_samples_per_prompt} were expected"
+                )
+    size = mini_batch_size
+    return [(prompts[index * size][0], prompts[(index + 1) * size - 1][1]) for index in range(whole)]

@@ -3,7 +3,9 @@
 Token columns lie flat, one row after the other, aligned with `input_ids`; `row_offsets` says where rows begin. A
 declared schema gives each column its type, so taking, joining, padding and moving rows is one loop over it.
 
-Example: rows `[7, 8, 9]` and `[5, 6]` are `input_ids = [7, 8, 9, 5, 6]` with `row_offsets = [0, 3, 5]`.
+Example: rows `[7, 8, 9]` and `[5, 6]` are `input_ids = [7, 8, 9, 5, 6]` with `row_offsets = [0, 3, 5]`; padded to `[2, 3]`,
+their tokens are at 0 1 2, 3 4. Sizes that follow from lengths are known where the lengths are. On a device, asking for them
+makes the host wait for all that is queued there, so that the functions on tensors are called before rows go to one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from torch import Tensor
 
 from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, padded_metadata
 from skyrl_train.batch.batch_metadata import BatchMetadata as BatchMetadata
-from skyrl_train.batch.boundaries import moved, offsets_of, padding_of, token_positions
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean
 
@@ -117,7 +118,7 @@ class TrainingInputBatch:
     """int64 `[num_rows]`, tokens of each row, at least 1."""
 
     def __post_init__(self) -> None:
-        derive = object.__setattr__
+        derive = object.__setattr__  # these follow from the columns; nobody else may set anything
         derive(self, "token_columns", dict(self.token_columns))
         derive(self, "row_columns", dict(self.row_columns))
         derive(self, "num_rows", len(self.row_offsets) - 1)
@@ -179,6 +180,7 @@ class TrainingInputBatch:
         if not 0 <= start <= stop <= self.num_rows:
             raise BatchError(f"rows [{start}, {stop}) of a batch of {self.num_rows} rows")
         first, last = int(self.row_offsets[start]), int(self.row_offsets[stop])
+        # Copied: a view would keep, and ship to another process, the memory of the whole batch.
         return TrainingInputBatch(
             token_columns={name: column[first:last].clone() for name, column in self.token_columns.items()},
             row_columns={name: column[start:stop].clone() for name, column in self.row_columns.items()},
@@ -223,7 +225,7 @@ class TrainingInputBatch:
             for names, size in ((self.token_columns, DUMMY_ROW_LENGTH), (self.row_columns, 1))
             for name in names
         }
-        if uid is None:
+        if uid is None:  # of the last prompt, whose rows still lie together then
             columns["prompt_index"][self.num_rows :] = self["prompt_index"][-1]
         lengths = torch.cat([self.lengths, torch.full((count,), DUMMY_ROW_LENGTH, dtype=torch.int64, device=device)])
         return TrainingInputBatch(
@@ -261,6 +263,7 @@ class TrainingInputBatch:
 
     def to(self, device: torch.device | str) -> TrainingInputBatch:
         """All columns on `device`."""
+        # Found here, as a size that follows from lengths would make the host wait for the device.
         width, positions = self.padding()
         return replace(
             self,
@@ -361,3 +364,30 @@ def _check_joinable(batches: Sequence[TrainingInputBatch]) -> None:
         for prompt, uid in zip(batch["prompt_index"].tolist(), batch.metadata.uids):
             if prompt >= 0 and uid_of.setdefault(prompt, uid) != uid:
                 raise BatchError(f"cat: prompt_index {prompt} is {uid_of[prompt]!r} and, in batch {number}, {uid!r}")
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """On `device`; waits for what is queued there only on the way to the host. (Unpinned memory is read at once.)"""
+    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """int64 `[rows + 1]`: 0, then the running total of `lengths` int64 `[rows]`."""
+    offsets = lengths.new_zeros(len(lengths) + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
+    """int64: where in a flat column the tokens of `rows` are, row after row."""
+    lengths = row_offsets[rows + 1] - row_offsets[rows]
+    shift = torch.repeat_interleave(row_offsets[rows] - offsets_of(lengths)[:-1], lengths)
+    return torch.arange(len(shift), device=shift.device) + shift
+
+
+def padding_of(lengths: Tensor) -> tuple[int, Tensor]:
+    """The longest row, and int64 `[tokens]`: where each token is in rows `[rows, longest]`, flattened."""
+    width = int(lengths.max()) if len(lengths) else 0
+    filled = width - lengths
+    shift = torch.repeat_interleave(filled.cumsum(0) - filled, lengths)
+    return width, torch.arange(len(shift), device=lengths.device) + shift

@@ -21,8 +21,7 @@ from skyrl_train.weight_sync import DeviceSharing
 from skyrl_train.weights import ModelWeights
 
 if TYPE_CHECKING:
-    from skyrl_train.learner.memory.report import SizingReport
-    from skyrl_train.learner.memory.sizing import SizingLimits
+    from skyrl_train.learner.memory.sizing import SizingLimits, SizingReport
 
 
 class LearnerOnSharedDevice:

@@ -5,8 +5,6 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, make_batch_plan
-    from skyrl_train.plan.calibration import machine_rates
-    from skyrl_train.plan.device_report import placement_lines
     from skyrl_train.plan.dry_run import (
         expected_peak_bytes,
         expected_step_seconds,
@@ -15,9 +13,9 @@ if TYPE_CHECKING:
         plan_batches,
     )
     from skyrl_train.plan.estimate import RowLengths, recorded_lengths
-    from skyrl_train.plan.pipeline import PhaseTimes, measured_phases
-    from skyrl_train.plan.report import optimizer_steps_text, render_text, to_json
-    from skyrl_train.plan.time import NO_TIME, duration, rates_of
+    from skyrl_train.plan.machine import machine_rates
+    from skyrl_train.plan.report import optimizer_steps_text, placement_lines, render_text, to_json
+    from skyrl_train.plan.time import NO_TIME, PhaseTimes, duration, measured_phases, rates_of
 
 __all__ = [
     "NO_TIME",

@@ -15,19 +15,25 @@ from skyrl_train.batch.planner import TokenBudgets
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.derived import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
-from skyrl_train.config.models import PlatformConfig, mesh_sizes
+from skyrl_train.config.models import PlatformConfig
 from skyrl_train.config.placement import Layout, count_engines, shares_devices
 from skyrl_train.config.rules import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation, counted
 from skyrl_train.model.sizes import read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
-from skyrl_train.plan.calibration import machine_rates
-from skyrl_train.plan.device_report import BundleGroup, PlacementReport
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
-from skyrl_train.plan.machine import MachineRates, StepTime, predicted_rates
+from skyrl_train.plan.machine import MachineRates, StepTime, machine_rates, predicted_rates
 from skyrl_train.plan.memory.device import DeviceMemory, peak_on_cpu, planned_models
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, sandbox_notes, size_notes
-from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
+from skyrl_train.plan.report import (
+    BundleGroup,
+    PlacementReport,
+    PlanReport,
+    Storage,
+    micro_batching_text,
+    rate_points,
+    storage_items,
+)
 from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
 from skyrl_train.system import Devices, gpu_name
@@ -75,7 +81,14 @@ def make_plan_report(
     sizes = validate_batch_sizes(config, num_train_prompts=num_train_prompts)
     found += [violation for violation in sizes if (violation.field, violation.rule) not in known]
     if found:
-        return _report_of_violations(config, found, num_train_prompts, memory, placement)
+        return PlanReport(
+            plan=None,
+            num_train_prompts=num_train_prompts,
+            micro_batching=micro_batching_text(config.trainer),
+            violations=tuple(found),
+            memory=memory,
+            placement=placement,
+        )
     plan = plan_batches(config, num_train_prompts=num_train_prompts)
     budgets = _budgets(config.trainer, memory)
     lengths, estimates = _estimates(config, plan, lengths, budgets)
@@ -90,8 +103,10 @@ def make_plan_report(
             *rate_points("policy", config.trainer.policy.optimizer, plan.schedule_steps),
             *rate_points("critic", config.critic.optimizer, plan.critic_schedule_steps),
         ),
-        storage=(*_storage(config, plan, lengths, num_parameters), *_peak(config, estimates, announce)),
-        violations=(),
+        storage=(
+            *storage_items(config, plan, lengths, num_parameters=num_parameters),
+            *_peak(config, estimates, announce),
+        ),
         notes=(
             *size_notes(config),
             *plan_notes(
@@ -151,43 +166,6 @@ def expected_peak_bytes(config: Config, plan: BatchPlan, lengths: RowLengths) ->
     with suppress(ModelError, MemoryLimitError):
         return peak_on_cpu(config, _trained_positions(_estimates(config, plan, lengths, {})[1]))
     return None
-
-
-def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameters: int | None) -> Iterator[Storage]:
-    shards = 1
-    if config.strategy.kind == "fsdp2":
-        shards = mesh_sizes(config.strategy, config.placement.policy_num_workers).shard
-    return storage_items(
-        config.trainer,
-        plan,
-        lengths,
-        num_parameters=num_parameters,
-        bytes_per_weight=2 if config.model.dtype == "bfloat16" else 4,
-        policy_shards=shards,
-    )
-
-
-def _report_of_violations(
-    config: Config,
-    violations: Sequence[Violation],
-    num_train_prompts: int,
-    memory: DeviceMemory | None,
-    placement: PlacementReport | None,
-) -> PlanReport:
-    """The report of sizes that do not fit together, of which there is no plan."""
-    return PlanReport(
-        plan=None,
-        num_train_prompts=num_train_prompts,
-        micro_batching=micro_batching_text(config.trainer),
-        lengths_source="",
-        estimates=(),
-        learning_rates=(),
-        storage=(),
-        violations=tuple(violations),
-        notes=(),
-        memory=memory,
-        placement=placement,
-    )
 
 
 def _budgets(trainer: TrainerConfig, memory: DeviceMemory | None) -> dict[str, TokenBudgets]:

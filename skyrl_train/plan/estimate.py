@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skyrl_train.batch import Rows
 from skyrl_train.batch.layouts import CostModel, common_prefix
@@ -27,7 +26,7 @@ from skyrl_train.config.fields import LayoutChoice
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div
 from skyrl_train.system import derive_seed
-from skyrl_train.types import RolloutBatch, Trajectory
+from skyrl_train.types import RolloutBatch
 
 ASSUMED_TRAJECTORIES = 4096
 """Drawn for a guess of the lengths."""
@@ -145,9 +144,14 @@ def recorded_lengths(rollouts: Iterable[RolloutBatch], *, step_wise: bool, sourc
         for trajectory in batch.trajectories:
             if trajectory.turns and not trajectory.failed:
                 of_prompt.setdefault(trajectory.prompt_uid, []).append(len(trajectories))
-                lengths, common = _recorded_rows(trajectory)
+                rows = trajectory.contexts()
+                lengths = np.array([len(row) for row in rows], dtype=np.int64)
+                common = [
+                    trajectory.prompt_lengths()[0],
+                    *(common_prefix(left, right) for left, right in pairwise(rows)),
+                ]
                 trajectories.append(lengths if step_wise else lengths[-1:])
-                shared.append(common if step_wise else common[:1])
+                shared.append(np.array(common if step_wise else common[:1], dtype=np.int64))
         prompts += of_prompt.values()
     if not trajectories:
         raise ValueError(f"{source}: every trajectory failed, so there are no lengths to plan with")
@@ -157,13 +161,6 @@ def recorded_lengths(rollouts: Iterable[RolloutBatch], *, step_wise: bool, sourc
         shared=tuple(shared),
         prompts=tuple(map(tuple, prompts)),
     )
-
-
-def _recorded_rows(trajectory: Trajectory) -> tuple[Rows, Rows]:
-    """Lengths of a trajectory's rows, one per turn, and what they share as in `RowLengths.shared`."""
-    rows = trajectory.contexts()
-    shared = [trajectory.prompt_lengths()[0], *(common_prefix(left, right) for left, right in pairwise(rows))]
-    return np.array([len(row) for row in rows], dtype=np.int64), np.array(shared, dtype=np.int64)
 
 
 def assumed_lengths(generator: GeneratorConfig, *, seed: int, max_prompt_length: int) -> RowLengths:
@@ -222,53 +219,22 @@ def estimate_passes(
         budgets: By role, of micro-batches that size themselves, where it is known what fits the memory.
     """
     return [
-        replace(
-            _estimate_pass(
-                learner,
-                lengths,
-                trainer,
-                generator,
-                seed,
-                cost=(costs or {}).get(learner.role) or CostModel(),
-                budgets=(budgets or {}).get(learner.role),
-            ),
-            document_steps=_document_steps(plan, learner, lengths, trainer, generator, seed),
+        _estimate_pass(
+            plan,
+            learner,
+            lengths,
+            trainer,
+            generator,
+            seed,
+            cost=(costs or {}).get(learner.role) or CostModel(),
+            budgets=(budgets or {}).get(learner.role),
         )
         for learner in plan.learners
     ]
 
 
-def _document_steps(
-    plan: BatchPlan,
-    learner: LearnerPlan,
-    lengths: RowLengths,
-    trainer: TrainerConfig,
-    generator: GeneratorConfig,
-    seed: int,
-) -> tuple[DocumentStep, ...]:
-    """Where the optimizer steps of one training batch close that count documents; of a model that learns."""
-    if not trainer.docs_per_step or learner.role == "reference":
-        return ()
-    rows = lengths.draw(
-        np.random.default_rng(derive_seed(seed, "documents")),
-        num_trajectories=plan.num_samples_per_batch,
-        samples=generator.n_samples_per_prompt,
-        layout="packed",
-        merge_turns=False,
-    )
-    steps = document_steps(
-        rows.lengths,
-        rows.trajectories,
-        rows.loss_tokens > 0,
-        docs_per_step=trainer.docs_per_step,
-        num_ranks=learner.data_parallel_size,
-        admits=training_limit(trainer),
-        exact=trainer.docs_per_step_exact,
-    )
-    return tuple(steps)
-
-
 def _estimate_pass(
+    plan: BatchPlan,
     learner: LearnerPlan,
     lengths: RowLengths,
     trainer: TrainerConfig,
@@ -278,16 +244,22 @@ def _estimate_pass(
     cost: CostModel,
     budgets: TokenBudgets | None,
 ) -> PassEstimate:
-    """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed)."""
+    """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed), and says where the optimizer
+    steps of one training batch close that count documents."""
     ranks, training = learner.data_parallel_size, learner.role != "reference"
     merge_turns = generator.merge_stepwise == "auto"
-    rng = np.random.default_rng(derive_seed(seed, "estimate", ranks))
-    rows = lengths.draw(
-        rng,
-        num_trajectories=learner.sequences_per_pass,
-        samples=generator.n_samples_per_prompt,
-        layout=trainer.layout,
-        merge_turns=merge_turns,
+
+    def draw(seed: int, num_trajectories: int, layout: LayoutChoice, *, merge_turns: bool) -> RowFacts:
+        return lengths.draw(
+            np.random.default_rng(seed),
+            num_trajectories=num_trajectories,
+            samples=generator.n_samples_per_prompt,
+            layout=layout,
+            merge_turns=merge_turns,
+        )
+
+    rows = draw(
+        derive_seed(seed, "estimate", ranks), learner.sequences_per_pass, trainer.layout, merge_turns=merge_turns
     )
     dealt, loads = shard_rows(rows, ranks, cost)
     planner = make_micro_batch_strategy(trainer, merge_turns=merge_turns, cost=cost)
@@ -299,6 +271,21 @@ def _estimate_pass(
         positions.append([share.positions(forward.rows, forward.layout) for forward in forwards])
     cap = trainer.max_tokens_per_microbatch if training else trainer.max_tokens_per_forward_microbatch
     limit = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
+    # The same rows in the order in which they came, so many at a time.
+    by_arrival = np.split(rows.lengths, range(limit, rows.num_rows, limit))
+    first_come = sum(computed_tokens(part, padded=True) for part in by_arrival)
+    steps: list[DocumentStep] = []
+    if trainer.docs_per_step and training:
+        batch = draw(derive_seed(seed, "documents"), plan.num_samples_per_batch, "packed", merge_turns=False)
+        steps = document_steps(
+            batch.lengths,
+            batch.trajectories,
+            batch.loss_tokens > 0,
+            docs_per_step=trainer.docs_per_step,
+            num_ranks=learner.data_parallel_size,
+            admits=training_limit(trainer),
+            exact=trainer.docs_per_step_exact,
+        )
     return PassEstimate(
         role=learner.role,
         training=training,
@@ -312,11 +299,6 @@ def _estimate_pass(
         largest_micro_batch_tokens=max(map(max, positions)),
         load_max_over_mean=float(loads.max() / loads.mean()),
         rows_over_cap=rows_over(rows.lengths, cap) if trainer.micro_batching == "token_budget" else 0,
-        first_come_padding=_first_come_padding(rows.lengths, limit),
+        first_come_padding=1 - int(rows.lengths.sum()) / first_come,
+        document_steps=tuple(steps),
     )
-
-
-def _first_come_padding(rows: Rows, limit: int) -> float:
-    """Padding's share with micro-batches of `limit` rows in the order in which they came."""
-    parts: Sequence[NDArray[np.int64]] = np.split(rows, range(limit, len(rows), limit))
-    return 1 - int(rows.sum()) / sum(computed_tokens(part, padded=True) for part in parts)

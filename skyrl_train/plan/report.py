@@ -9,16 +9,14 @@ from math import ceil
 
 from skyrl_train.batch.planner import TokenBudgets
 from skyrl_train.batch.steps import learning_rate
-from skyrl_train.config import TrainerConfig
-from skyrl_train.config.models import OptimizerConfig
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config.models import OptimizerConfig, mesh_sizes
 from skyrl_train.errors import Violation, byte_size, counted
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
-from skyrl_train.plan.device_report import PlacementReport, placement_lines
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.memory.device import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
-from skyrl_train.plan.pipeline import SHOWN
-from skyrl_train.plan.time import RunTime, time_lines, tokens_of_rollout
+from skyrl_train.plan.time import SHOWN, RunTime, time_lines, tokens_of_rollout
 from skyrl_train.registry import part_name
 
 TOKEN_BYTES = {
@@ -62,20 +60,53 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BundleGroup:
+    """Devices that are reserved together, and what computes on them."""
+
+    name: str
+    num_bundles: int
+    gpus_per_bundle: int
+    num_nodes: int
+    """Nodes that it is bound to; 0 is any node with room."""
+    slots: tuple[tuple[str, int], ...]
+    """Role to the number of its ranks or engines in the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementReport:
+    """What a run reserves, beside what there is."""
+
+    backend: str
+    strategy: str
+    gpus_needed: int
+    gpus_found: int
+    found_in: str
+    """Where the GPUs that were found were looked for; empty where they were not."""
+    shares_devices: bool
+    """Whether models and engines share devices, one of them computing at a time."""
+    groups: tuple[BundleGroup, ...]
+    """None without Ray."""
+    engines: str
+    """What makes rollouts, in words."""
+    training: str
+    """Layout and micro-batches, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """Everything that `skyrl_train.plan` prints."""
 
     plan: BatchPlan | None
-    """None where there are violations."""
+    """None where there are violations, which is then all there is."""
     num_train_prompts: int
     micro_batching: str
     """What bounds a micro-batch, in words."""
-    lengths_source: str
-    estimates: tuple[PassEstimate, ...]
-    learning_rates: tuple[RatePoint, ...]
-    storage: tuple[Storage, ...]
-    violations: tuple[Violation, ...]
-    notes: tuple[PlanNote, ...]
+    lengths_source: str = ""
+    estimates: tuple[PassEstimate, ...] = ()
+    learning_rates: tuple[RatePoint, ...] = ()
+    storage: tuple[Storage, ...] = ()
+    violations: tuple[Violation, ...] = ()
+    notes: tuple[PlanNote, ...] = ()
     memory: DeviceMemory | None = None
     """Where `plan.device_memory_gb` asks for it, or the placement was chosen by it."""
     placement: PlacementReport | None = None
@@ -127,6 +158,23 @@ def render_text(report: PlanReport) -> str:
         ("Notes", [str(note) for note in report.notes] or ["none"]),
     ]
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+
+
+def placement_lines(report: PlacementReport) -> Iterator[str]:
+    """Yield the lines of a terminal on placement."""
+    if report.gpus_needed or report.gpus_found:
+        found = f", {report.gpus_found} found ({report.found_in})" if report.found_in else ""
+        yield f"{'GPUs':<10} {report.gpus_needed} needed{found}"
+    yield f"{'backend':<10} {report.backend}, strategy {report.strategy}"
+    for group in report.groups:
+        each = f"{counted(group.gpus_per_bundle, 'GPU')}" if group.gpus_per_bundle else "1 CPU"
+        where = f" on {counted(group.num_nodes, 'node')}" if group.num_nodes else ""
+        slots = ", ".join(f"{count} {role}" for role, count in group.slots)
+        shared = ", one at a time" if report.shares_devices else ""
+        bundles = f"{counted(group.num_bundles, 'bundle')} of {each}"
+        yield f"{group.name:<10} {bundles}{where}: {slots}{shared}"
+    yield f"{'rollouts':<10} {report.engines}"
+    yield f"{'training':<10} {report.training}"
 
 
 def _memory_title(memory: DeviceMemory) -> str:
@@ -250,20 +298,10 @@ def rate_points(role: str, optimizer: OptimizerConfig, total: float) -> Iterator
 
 
 def storage_items(
-    trainer: TrainerConfig,
-    plan: BatchPlan,
-    lengths: RowLengths,
-    *,
-    num_parameters: int | None,
-    bytes_per_weight: int,
-    policy_shards: int,
+    config: Config, plan: BatchPlan, lengths: RowLengths, *, num_parameters: int | None
 ) -> Iterator[Storage]:
-    """What a training batch keeps and moves, and, where the number of the policy's parameters is known, what those do.
-
-    Args:
-        bytes_per_weight: Of the weights that go to the inference engine.
-        policy_shards: Ranks over which the policy is spread.
-    """
+    """What a training batch keeps and moves, and, where the number of the policy's parameters is known, what those do."""
+    trainer = config.trainer
     tokens_per_sample = float(lengths.all_rows.sum()) / len(lengths.trajectories)
     tokens = round(plan.num_samples_per_batch * tokens_per_sample)
     models = len(plan.learners) - 1
@@ -289,23 +327,25 @@ def storage_items(
     )
     if num_parameters is not None:
         state = num_parameters * (4 if trainer.policy.optimizer.name == "sgd" else 12)
+        is_sharded = config.strategy.kind == "fsdp2"
+        shards = mesh_sizes(config.strategy, config.placement.policy_num_workers).shard if is_sharded else 1
         yield Storage(
             what="weights to the inference engine",
             kind="moved",
-            num_bytes=num_parameters * bytes_per_weight,
+            num_bytes=num_parameters * (2 if config.model.dtype == "bfloat16" else 4),
             when="every batch",
         )
         yield Storage(
             what="policy's weights, gradients and optimizer state of each rank",
             kind="kept",
-            num_bytes=ceil_div(state + 4 * num_parameters, policy_shards),
+            num_bytes=ceil_div(state + 4 * num_parameters, shards),
             when="all the time; activations come on top",
         )
         if trainer.background_checkpoints:
             yield Storage(
                 what="copy of the policy in the host's memory, of each rank",
                 kind="kept",
-                num_bytes=ceil_div(state, policy_shards),
+                num_bytes=ceil_div(state, shards),
                 when="from the first checkpoint on, which is written from it",
             )
         kept = trainer.max_ckpts_to_keep

@@ -144,10 +144,10 @@ def trace_rank(rank: int, folder: Path, name: str) -> list[tuple[str, int, int]]
         measured = Prober(learner=learner, meter=meter)
         traced = replace(measured, trace=trace)
         for training in (False,) if role == "reference" else (True, False):
-            before = traced.predict(64, 24, training=training)
+            before = traced.probe(64, 24, training=training)
             probe = measured.probe(64, 24, training=training)
             assert probe is not None
-            assert traced.predict(64, 24, training=training) == before, "a trace leaves nothing"
+            assert traced.probe(64, 24, training=training) == before, "a trace leaves nothing"
             found.append((f"rank {rank}, {role}, training={training}", probe.peak_bytes, before.peak_bytes))
     return found
 

@@ -243,8 +243,3 @@ class CostModel:
         per_pair = self.per_pair * (self.tree_pair if in_tree else 1.0)
         cost: NDArray[np.float64] = self.per_position * exact + per_pair / 2 * exact * exact
         return cost
-
-    @property
-    def attention_over_linear_at_32k(self) -> float:
-        """Of a row of 32,768 tokens: what attention takes over what linear layers take."""
-        return 32768 / 2 * self.per_pair / self.per_position

@@ -22,7 +22,7 @@ the other, and whatever reads hidden states finds out by `Layout.locate` which o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -31,7 +31,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_train.batch.boundaries import moved, offsets_of
 from skyrl_train.batch.layouts.prefix_tree import (
     PrefixOrder,
     Segment,
@@ -40,9 +39,9 @@ from skyrl_train.batch.layouts.prefix_tree import (
     sharing_keys,
     tree_segments,
 )
-from skyrl_train.batch.scored_tokens import ScoredTokens, loss_tokens, sequence_offsets
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch.training_batch import TrainingInputBatch, moved, offsets_of
 from skyrl_train.config.fields import LayoutName
+from skyrl_train.errors import BatchError
 
 
 class PositionGroup(Protocol):
@@ -65,6 +64,49 @@ class PositionGroup(Protocol):
         """The sum over the ranks of tensors of which each element is computed by one rank and 0 on the others. Its
         gradient goes to the rank that computed it, once."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTokens:
+    """The tokens of a micro-batch that carry loss, and the hidden states that predict them, as far as they are this rank's.
+
+    A token is predicted by the state of the one before it; tokens at one position are predicted once. Which tokens these are
+    is a question of masks and of equal prefixes, whose answers have sizes that nobody knows beforehand: asked on a device,
+    each would make the host wait for all that is queued there. So they are found on the host, where the rows are, before the
+    forward begins, and moved with it.
+    """
+
+    tokens: Tensor
+    """int64 `[scored]`: places in the flat columns."""
+    states: Tensor
+    """int64 `[distinct]`: which of this rank's hidden states come before them."""
+    representatives: Tensor
+    """int64 `[distinct]`: one of `tokens`, by its place among them, for each state."""
+    copies: Tensor | None
+    """int64 `[scored]`: the state of each token, by its place in `states`; None where each token has its own."""
+    by_state: Tensor
+    """int64 `[scored]`: places among `tokens`, those of one state together; empty where each token has its own."""
+    ends: Tensor
+    """int64 `[distinct]`, always on the host: where the tokens of each state end in `by_state`."""
+    read: Tensor
+    """int64, sorted: `states`, each once."""
+    num_loss_tokens: int
+    """Tokens of the rows that `loss_mask` marks, over all ranks that share the forward."""
+    mismatches: list[Tensor] = field(default_factory=list)
+    """bool scalars on the device, one for each gradient that was foreseen: True where another was asked for."""
+
+    def to(self, device: torch.device) -> ScoredTokens:
+        """On `device`, but for `ends`."""
+        return replace(
+            self,
+            tokens=moved(self.tokens, device),
+            states=moved(self.states, device),
+            representatives=moved(self.representatives, device),
+            copies=None if self.copies is None else moved(self.copies, device),
+            by_state=moved(self.by_state, device),
+            read=moved(self.read, device),
+            mismatches=[],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +190,7 @@ def padded_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
 def packed_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
     """Rows back to back. With `merge`, rows that another row extends are part of that one."""
     hosts = _Hosts.of(rows, merge=merge)
+    # Sequences, not rows: those that were packed into one row must not attend to one another either.
     bounds = sequence_offsets(hosts.rows)
     lengths = bounds.diff()
     starts = torch.repeat_interleave(bounds[:-1], lengths)
@@ -261,6 +304,7 @@ class _Hosts:
     @classmethod
     def of(cls, rows: TrainingInputBatch, *, merge: bool) -> _Hosts:
         device = rows.row_offsets.device
+        # Rows that hold several sequences each are no turns of one conversation.
         if not merge or "position_ids" in rows:
             return cls(rows, torch.arange(rows.num_rows, device=device), rows)
         host = torch.from_numpy(hosts_of(rows)).to(device)
@@ -307,7 +351,7 @@ def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:
         states=states,
         representatives=one_of,
         copies=copies,
-        by_state=torch.argsort(copies, stable=True),
+        by_state=torch.argsort(copies, stable=True),  # in the order of rows, in which gradients are then added up
         ends=torch.bincount(copies).cumsum(0).cpu(),
         read=torch.unique(states),
         num_loss_tokens=len(marked),
@@ -322,3 +366,25 @@ def states_before(tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         return tokens, before
     own = before >= 0
     return tokens[own], before[own]
+
+
+def sequence_offsets(rows: TrainingInputBatch) -> Tensor:
+    """int64: where sequences begin in the flat columns, and the end: at each row, and, in rows that were packed of
+    several sequences (column `position_ids`), at each of those."""
+    if "position_ids" not in rows:
+        return rows.row_offsets
+    # Position ids begin again at 0 with each sequence; a row does whatever its first id is.
+    begins = rows["position_ids"] == 0
+    begins[rows.row_offsets[:-1]] = True
+    return torch.cat([begins.nonzero().squeeze(1), rows.row_offsets[-1:]])
+
+
+def loss_tokens(rows: TrainingInputBatch) -> Tensor:
+    """int64: the flat places of the tokens that `loss_mask` marks. Raises BatchError for the first token of a row."""
+    mask = rows["loss_mask"]
+    begins = sequence_offsets(rows)[:-1]
+    first = mask[begins]
+    if bool(first.any()):
+        row = int(torch.searchsorted(rows.row_offsets, begins[first][0], right=True)) - 1
+        raise BatchError(f"row {row} marks its first token for the loss, but nothing comes before it to predict it")
+    return mask.nonzero().squeeze(1)

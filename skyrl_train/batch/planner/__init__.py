@@ -6,12 +6,12 @@ TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.batch.planner.balance import balance_groups, balance_rows, shard_rows
     from skyrl_train.batch.planner.documents import Admits, DocumentStep, document_steps, reduction_schedule
-    from skyrl_train.batch.planner.forwards import token_budget
-    from skyrl_train.batch.planner.microbatch import (
+    from skyrl_train.batch.planner.forwards import (
         MemoryAwareBatchIterator,
         MicroBatch,
         TokenBudgets,
         make_micro_batch_strategy,
+        token_budget,
         training_limit,
     )
     from skyrl_train.batch.planner.rows import Forward, RowFacts, facts_of

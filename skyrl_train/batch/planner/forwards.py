@@ -1,4 +1,5 @@
-"""The bundled planners: forwards filled up to a number of rows, or up to a budget of token positions. numpy only.
+"""One rank's rows as forwards: the bundled planners, filled up to a number of rows or up to a budget of positions, what
+a planner is told beside the rows, and the micro-batches that follow. numpy only until there are micro-batches.
 
 Rows whose tokens are computed once for several of them must share a forward to gain from it. So units are dealt out
 whole: a host with the rows that it computes, or the rows of one prompt, whose prefixes are neighbours in the order. A unit
@@ -9,15 +10,27 @@ that what the cut computes again costs less.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from skyrl_train.batch.batch_metadata import Rows
-from skyrl_train.batch.planner.rows import Forward, RowFacts
+from skyrl_train.batch.layouts.cost import CostModel
+from skyrl_train.batch.planner.documents import Admits
+from skyrl_train.batch.planner.rows import NO_LIMIT, Forward, Planner, RowFacts, checked_forwards, facts_of
 from skyrl_train.batch.planner.splits import pieces, ranges, split_packed, split_padded, split_rows
-from skyrl_train.config.fields import LayoutName
+from skyrl_train.config import MicroBatchConfig
+from skyrl_train.config.fields import LayoutChoice, LayoutName
+from skyrl_train.errors import BatchError
+from skyrl_train.parts import MICRO_BATCH_STRATEGIES
+from skyrl_train.registry import part_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skyrl_train.batch.training_batch import TrainingInputBatch
 
 LAYOUT_CHOICES: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
 """What `auto` chooses from; the earlier where costs are equal."""
@@ -40,11 +53,6 @@ def token_budget(rows: RowFacts) -> list[Forward]:
     if not rows.column_share:
         return forwards
     return [narrow for forward in forwards for narrow in _narrowed(rows, forward)]
-
-
-def one_forward(rows: RowFacts) -> list[Forward]:
-    """All rows in one forward, to measure it."""
-    return [Forward(np.arange(rows.num_rows))]
 
 
 def _cheapest(rows: RowFacts, *, counts_rows: bool) -> list[Forward]:
@@ -218,3 +226,147 @@ def _narrowed(rows: RowFacts, forward: Forward) -> list[Forward]:
     longest_first = numbers[np.argsort(-rows.lengths[numbers], kind="stable")]
     halves = longest_first[: len(numbers) // 2], longest_first[len(numbers) // 2 :]
     return [narrow for half in halves for narrow in _narrowed(rows, replace(forward, rows=half))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudgets:
+    """The most positions of one micro-batch. A longer row goes alone."""
+
+    training: int
+    forward: int
+    cell_shares: tuple[float, float] = (0.0, 0.0)
+    """In training and in scoring: what a padded position of `[rows, longest]` that the model does not compute takes of
+    memory in losses, as a share of a position that it does."""
+
+    def of(self, *, training: bool) -> int:
+        """The budget of one phase."""
+        return self.training if training else self.forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One forward."""
+
+    batch: TrainingInputBatch
+    rows: Tensor
+    """int64: which rows of the rank's batch these are; empty where a dummy row keeps step with other ranks."""
+    layout: LayoutName
+    """What computes them."""
+
+
+@dataclass
+class MemoryAwareBatchIterator:
+    """Cuts batches into micro-batches: by a planner, within budgets that are stated, or that were found to fit the memory
+    and may be lowered on the way, on all ranks alike."""
+
+    budgets: TokenBudgets
+    _: KW_ONLY
+    plan: Planner = token_budget
+    name: str = "token_budget"
+    """Of the planner, in the configuration."""
+    layout: LayoutChoice = "padded"
+    merge_turns: bool = False
+    max_rows: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
+    """In training and in scoring, for planners that count rows."""
+    checks_budget: bool = False
+    """Whether a planner that exceeds the budget is refused before memory runs out."""
+    cost: CostModel = field(default_factory=CostModel)
+    is_one_forward: bool = False
+    """Whether all rows of a batch make one micro-batch, to measure it."""
+
+    def iterate(
+        self,
+        batch: TrainingInputBatch,
+        *,
+        training: bool,
+        agree: Callable[[int], int] = lambda count: count,
+    ) -> Iterator[MicroBatch]:
+        """The forwards of one rank's rows, in order; `training` is False for forwards without backward.
+
+        `agree` turns this rank's number of micro-batches into the number that every rank runs (the largest; a collective
+        where there are several ranks). Where it is more, dummy micro-batches of one row without loss follow.
+        Raises BatchError where a planner's answer cannot be used (`planner.checked_forwards`).
+        """
+        import torch
+
+        forwards = self.forwards(batch, training=training)
+        count = agree(len(forwards))
+        if count < len(forwards):
+            raise BatchError(f"the ranks agreed on {count} micro-batches, but this one has {len(forwards)}")
+        layout: LayoutName = "prefix_shared" if self.layout == "auto" else self.layout
+        for forward in forwards:
+            rows, layout = torch.as_tensor(forward.rows), forward.layout or layout
+            yield MicroBatch(batch=batch.take(rows), rows=rows, layout=layout)
+        for _ in range(count - len(forwards)):
+            dummy = batch.slice(0, 0).pad_rows(1, uid="dummy")
+            yield MicroBatch(batch=dummy, rows=torch.zeros(0, dtype=torch.int64), layout=layout)
+
+    def forwards(self, batch: TrainingInputBatch, *, training: bool) -> list[Forward]:
+        """The planner's forwards of a batch, every row in exactly one. Raises BatchError as `iterate`."""
+        if batch.num_rows == 0:
+            return []
+        facts = facts_of(batch, layout=self.layout, merge_turns=self.merge_turns)
+        return self.forwards_of(facts, training=training)
+
+    def forwards_of(self, rows: RowFacts, *, training: bool) -> list[Forward]:
+        """The same of rows whose facts are known, as in a dry run."""
+        phase = 0 if training else 1
+        facts = replace(
+            rows,
+            layout=self.layout,
+            training=training,
+            budget=self.budgets.of(training=training),
+            column_share=self.budgets.cell_shares[phase],
+            max_rows=self.max_rows[phase],
+            cost=self.cost,
+        )
+        if self.is_one_forward:
+            return [Forward(np.arange(rows.num_rows), facts.default_layout)]
+        return checked_forwards(self.plan, facts, name=self.name, within_budget=self.checks_budget)
+
+    def lower(self, positions: int, *, training: bool) -> None:
+        """From now on at most so many; never more than before, and at least one."""
+        lowered = max(1, min(positions, self.budgets.of(training=training)))
+        self.budgets = replace(self.budgets, training=lowered) if training else replace(self.budgets, forward=lowered)
+
+    def under(self, budgets: TokenBudgets) -> MemoryAwareBatchIterator:
+        """The same within budgets that were found: by someone else's planner, whose answer is checked, or by
+        `token_budget`, which keeps within them wherever cutting helps."""
+        plan = token_budget if self.plan is fixed else self.plan  # `fixed` knows of no budget
+        return replace(self, budgets=budgets, plan=plan, checks_budget=plan is not token_budget, is_one_forward=False)
+
+    def as_one_forward(self) -> MemoryAwareBatchIterator:
+        """All rows of a batch in one micro-batch, to measure it; `under` is again what it was."""
+        return replace(self, is_one_forward=True)
+
+
+def make_micro_batch_strategy(
+    trainer_config: MicroBatchConfig, *, merge_turns: bool = False, cost: CostModel | None = None
+) -> MemoryAwareBatchIterator:
+    """What `trainer.micro_batching` names, under the caps of the configuration.
+
+    With `merge_turns`, turns that extend one another count as the row that computes them, and stay with it. `cost`
+    decides which layout is cheapest. Raises ConfigError for an unknown name.
+    """
+    spec = trainer_config.micro_batching
+    return MemoryAwareBatchIterator(
+        TokenBudgets(
+            training=trainer_config.max_tokens_per_microbatch,
+            forward=trainer_config.max_tokens_per_forward_microbatch,
+        ),
+        plan=MICRO_BATCH_STRATEGIES.resolve(spec),
+        name=f"trainer.micro_batching={part_name(spec)}",
+        layout=trainer_config.layout,
+        merge_turns=merge_turns,
+        max_rows=(trainer_config.micro_train_batch_size_per_gpu, trainer_config.micro_forward_batch_size_per_gpu),
+        cost=cost or CostModel(),
+    )
+
+
+def training_limit(trainer_config: MicroBatchConfig) -> Admits:
+    """What of (rows, longest row, tokens) fits one micro-batch of training by the stated caps, whatever a planner does:
+    steps close by it at `docs_per_step`, and depend on no device."""
+    if MICRO_BATCH_STRATEGIES.name_of(trainer_config.micro_batching) == "fixed":
+        return lambda num_rows, _longest, _tokens: num_rows <= trainer_config.micro_train_batch_size_per_gpu
+    cap, is_padded = trainer_config.max_tokens_per_microbatch, trainer_config.layout not in ("packed", "prefix_shared")
+    return lambda num_rows, longest, tokens: num_rows <= 1 or (num_rows * longest if is_padded else tokens) <= cap

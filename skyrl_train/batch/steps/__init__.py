@@ -5,17 +5,24 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.batch.steps.minibatch import (
+        Ages,
         LossDenominators,
         MiniBatch,
         RowCounts,
+        StagedBatch,
+        Together,
+        ages_in,
+        behind_updates,
+        check_staleness,
         close_mini_batch,
+        computed_together,
         mini_batches,
         rows_with_loss,
+        stage,
+        token_ages,
         tokens_with_loss,
     )
     from skyrl_train.batch.steps.schedule import learning_rate, schedule_position
-    from skyrl_train.batch.steps.staging import StagedBatch, Together, computed_together, stage
-    from skyrl_train.batch.steps.staleness import Ages, ages_in, behind_updates, check_staleness, token_ages
 
 __all__ = [
     "Ages",

@@ -3,23 +3,29 @@
 `loss = sum over tokens of w_t * token_loss_t`, for policy, KL, entropy and value terms alike. The weights `w_t` are
 fixed here, over the whole step, and travel with the rows. Each micro-batch and each rank then contributes a sum, so
 that how the rows are cut, ordered, padded or dealt cannot change the gradient.
+
+A mini-batch is staged onto data-parallel ranks with equal work for each, what shares computation together, and results are
+put back in order. How old the weights were that sampled a token is the learner's version less the token's, in updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.layouts.cost import CostModel
+from skyrl_train.batch.planner.balance import shard_rows
+from skyrl_train.batch.planner.rows import facts_of
 from skyrl_train.batch.reduce import whiten
-from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.errors import BatchError
+from skyrl_train.batch.training_batch import TrainingInputBatch, token_positions
+from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.errors import BatchError, counted
 from skyrl_train.parts import LOSS_REDUCTIONS
 from skyrl_train.registry import PartSpec, part_name
-
-__all__ = ["LOSS_REDUCTIONS", "LossDenominators", "MiniBatch", "RowCounts", "close_mini_batch", "mini_batches"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,7 @@ def close_mini_batch(
         copies = (
             batch["sample_count"].double() if "sample_count" in batch else torch.ones_like(counts.trajectory_tokens)
         )
+        # A reduction divides by a row's own tokens: what it says of rows without any is no number.
         is_counted = (row_tokens > 0) & (copies > 0)
         row_weights = torch.where(
             is_counted, copies * _weights_of_rows(reduction(counts), is_counted, part_name(loss_reduction)), 0.0
@@ -155,6 +162,7 @@ def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
 
 def _count_by_row(batch: TrainingInputBatch, trained: Tensor) -> Tensor:
     """Return int64 `[num_rows]`: how many of a row's tokens `trained` `[num_tokens]` marks."""
+    # Differences of running totals count rows without any such token, too, and make no float of a count.
     before = torch.zeros(batch.num_tokens + 1, dtype=torch.int64, device=trained.device)
     torch.cumsum(trained, dim=0, out=before[1:])
     return before[batch.row_offsets].diff()
@@ -170,6 +178,7 @@ def _count(batch: TrainingInputBatch, row_tokens: Tensor, max_sequence_length_fo
         """One row of each group with loss, and each row's group total."""
         _, number = torch.unique(group, return_inverse=True)
         totals = torch.zeros_like(row_tokens).index_add_(0, number, tokens)
+        # Any one row with loss stands for its group: groups without such a row are in no denominator.
         rows = has_loss.nonzero().squeeze(1)
         one_of = torch.full_like(number, -1).scatter_(0, number[rows], rows)
         return one_of[one_of >= 0], totals[number]
@@ -186,4 +195,157 @@ def _count(batch: TrainingInputBatch, row_tokens: Tensor, max_sequence_length_fo
         trajectory_tokens=trajectory_tokens,
         prompt_tokens=prompt_tokens,
         max_sequence_length_for_norm=max_sequence_length_for_norm,
+    )
+
+
+Together = Literal["row", "trajectory", "prompt"]
+"""The largest unit within which rows share computation."""
+
+
+def computed_together(layout: LayoutChoice, *, merge_turns: bool) -> Together:
+    """The unit that a layout shares computation within."""
+    if layout in ("prefix_shared", "auto"):
+        return "prompt"
+    return "trajectory" if merge_turns else "row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedBatch:
+    """One shard per rank, with what is needed to put their results back in order."""
+
+    shards: tuple[TrainingInputBatch, ...]
+    """By rank; each has at least one row. Equal numbers of rows where no rows share computation, else equal work."""
+    order: Tensor
+    """int64: the rows of all shards, one after the other, as row numbers of the batch with its dummy rows."""
+    row_offsets: Tensor
+    """int64, of the batch with its dummy rows."""
+    num_rows: int
+    """Without dummy rows."""
+    num_tokens: int
+
+    @property
+    def num_dummy_rows(self) -> int:
+        """Rows without loss that were added."""
+        return len(self.order) - self.num_rows
+
+    def collect(self, results: Sequence[Tensor]) -> Tensor:
+        """`[num_tokens, ...]` in the batch's own order, without dummy rows, from each rank's `[tokens of its shard, ...]`.
+
+        Raises BatchError naming a rank whose result does not fit its shard.
+        """
+        if len(results) != len(self.shards):
+            raise BatchError(f"{counted(len(results), 'result')} for {counted(len(self.shards), 'rank')}")
+        for rank, (result, shard) in enumerate(zip(results, self.shards)):
+            if tuple(result.shape) != (shard.num_tokens, *results[0].shape[1:]):
+                raise BatchError(f"rank {rank} returned {tuple(result.shape)} for a shard of {shard.num_tokens} tokens")
+        return restore_rows(torch.cat(list(results)), self.order, self.row_offsets)[: self.num_tokens]
+
+
+def stage(
+    batch: TrainingInputBatch, dp_size: int, *, cost: CostModel | None = None, together: Together = "row"
+) -> StagedBatch:
+    """Shards the rows of `batch`, with dummy rows where ranks need them.
+
+    Rows within one `together` unit share computation: units stay whole where ranks then have equal work, and what a row
+    costs is what it adds. Where no rows share, each rank gets as many rows as the others.
+
+    A closed mini-batch keeps its `loss_weights`, so that its shards' losses add up to its own. Works with fewer rows
+    than ranks, and gives each of them at least one row. Raises BatchError for an empty batch.
+    """
+    if batch.num_rows == 0:
+        raise BatchError("no rows to shard")
+    if "position_ids" in batch or dp_size == 1:
+        together = "row"  # rows that hold several sequences share nothing; one rank has all rows in any case
+    layout: LayoutChoice = "prefix_shared" if together == "prompt" else "packed"
+    facts = facts_of(batch, layout=layout, merge_turns=together == "trajectory")
+    dealt, _ = shard_rows(facts, dp_size, cost or CostModel())
+    padded = batch.pad_rows(sum(map(len, dealt)) - batch.num_rows)
+    shares = [torch.from_numpy(rows) for rows in dealt]
+    return StagedBatch(
+        shards=tuple(padded.take(rows) for rows in shares),
+        order=torch.cat(shares),
+        row_offsets=padded.row_offsets,
+        num_rows=batch.num_rows,
+        num_tokens=batch.num_tokens,
+    )
+
+
+def restore_rows(flat: Tensor, order: Tensor, row_offsets: Tensor) -> Tensor:
+    """Undoes a reordering: `flat` `[num_tokens]` holds the tokens of rows `order[0]`, `order[1]`, ... of a batch with
+    `row_offsets`; returned in the batch's own order. Raises BatchError where `order` is not every row once.
+    """
+    num_rows = len(row_offsets) - 1
+    if len(order) != num_rows or len(torch.unique(order)) != num_rows:
+        raise BatchError(
+            f"an order of {len(order)} rows ({len(torch.unique(order))} different) for a batch of {num_rows}"
+        )
+    restored = torch.empty_like(flat)
+    restored[token_positions(row_offsets, order)] = flat
+    return restored
+
+
+def token_ages(batch: TrainingInputBatch) -> Tensor | None:
+    """Return `[num_tokens]` int32, the age of each token in versions, 0 outside responses; None where all are 0 and none
+    may be older.
+
+    Below 0 is what the learner's own weights cannot have sampled yet: recorded tokens of another run.
+    """
+    if "weight_version" in batch:
+        return batch.metadata.weight_version - batch["weight_version"]
+    return torch.zeros_like(batch["input_ids"]) if batch.metadata.max_staleness else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ages:
+    """What there is of ages among the trained tokens of a batch."""
+
+    found: tuple[int, ...] = ()
+    """Each once, ascending; none where `token_ages` is None."""
+    fresh_behind_updates: bool = False
+    """Whether tokens of age 0 stand behind an update within their turn."""
+
+
+def ages_in(batch: TrainingInputBatch) -> Ages:
+    """Return what ages there are."""
+    ages = token_ages(batch)
+    if ages is None:
+        return Ages()
+    return Ages(
+        found=tuple(torch.unique(ages[tokens_with_loss(batch)]).tolist()),
+        fresh_behind_updates=bool((behind_updates(batch) & (ages == 0)).any()),
+    )
+
+
+def behind_updates(batch: TrainingInputBatch) -> Tensor:
+    """Return `[num_tokens]` bool: the trained tokens that weights of a later version sampled than the first one of their
+    turn, since engines took new weights meanwhile. A turn is the trained tokens of a row that stand side by side."""
+    mask = tokens_with_loss(batch)
+    if "weight_version" not in batch or not mask.any():
+        return torch.zeros_like(mask)
+    # A turn begins behind a token that is not trained, or at the first token of its row.
+    begins = mask.clone()
+    begins[1:] &= ~mask[:-1]
+    starts = batch.row_offsets[:-1]
+    begins[starts] = mask[starts]
+    turn = (begins.cumsum(0) - 1).clamp(min=0)
+    return mask & (batch["weight_version"] > batch["weight_version"][begins][turn])
+
+
+def check_staleness(batch: TrainingInputBatch) -> None:
+    """Raise BatchError, naming a prompt and the versions, unless the age of every trained token lies between 0 and
+    `metadata.max_staleness`. Nothing is asked of a batch that has no such bound."""
+    ages, most = token_ages(batch), batch.metadata.max_staleness
+    if ages is None or most is None:
+        return
+    wrong = (tokens_with_loss(batch) & ((ages < 0) | (ages > most))).nonzero().squeeze(1)
+    if not len(wrong):
+        return
+    token = int(wrong[0])
+    row = int(torch.searchsorted(batch.row_offsets, token, right=True)) - 1
+    learner, version = batch.metadata.weight_version, int(batch["weight_version"][token])
+    raise BatchError(
+        f"prompt {batch.metadata.uids[row]!r}: token {token - int(batch.row_offsets[row])} of its row {row} was sampled by "
+        f"weights of version {version}, and the learner has those of version {learner}; trained tokens must be from 0 to "
+        f"trainer.max_staleness={most} versions old. {counted(len(wrong), 'token')} of the batch are not. Does the engine "
+        "serve the weights that it is given?"
     )

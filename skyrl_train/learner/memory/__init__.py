@@ -6,14 +6,17 @@ TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.learner.memory.fit import MemoryProbe, fit_memory_model, probes_at_the_limit
     from skyrl_train.learner.memory.meter import GIB, CountingMeter
-    from skyrl_train.learner.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
+    from skyrl_train.learner.memory.predict import Effort, Phase, PredictedPasses
     from skyrl_train.learner.memory.probe import Probed, Prober, probe_rows
-    from skyrl_train.learner.memory.report import PhaseReport, SizingReport, read_reports
+    from skyrl_train.learner.memory.share import DeviceShare
     from skyrl_train.learner.memory.sizing import (
         WORTH_A_TRIAL,
+        PhaseReport,
         SizingLimits,
+        SizingReport,
         hold_everything,
         make_meter,
+        read_reports,
         size_micro_batches,
         size_run,
     )

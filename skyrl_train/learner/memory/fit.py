@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, count
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,79 +259,76 @@ def near_the_limit(probes: Sequence[MemoryProbe]) -> list[MemoryProbe]:
     return near if len({probe.positions for probe in near}) > 1 else list(probes)
 
 
+def _alone(count: int) -> int:
+    """What one rank agrees on with itself."""
+    return count
+
+
 def probes_at_the_limit(
-    probe: Callable[[int, int], MemoryProbe],
+    probe: Callable[[int, int], MemoryProbe | None],
     lengths: Sequence[int],
     limit_bytes: int,
     *,
     max_rows: int,
-    tolerance: float = 0.0,
+    first_rows: int = 1,
+    held_bytes: Callable[[], int] = int,
+    agree: Callable[[int], int] = _alone,
 ) -> list[MemoryProbe]:
-    """Probe at each length, from the longest to the shortest, the most rows that fit, and one row more where there may be
-    such; `probe` takes rows and their length.
+    """Probe `first_rows` rows of the longest length, or one where so many do not fit, as in `doubled`; then as many
+    positions of each other length, and where the longest row fits once alone, one row of each.
 
-    Each length starts where the longer one ended: rows that fit at a length fit at any shorter one, and as many tokens as
-    fit in long rows are the first guess for short ones. `tolerance`: share of the rows by which the two probes may be
-    apart. Raises MemoryLimitError where one row of the longest does not fit, BatchError for lengths that are none.
+    Args:
+        probe: Of rows and their length: measured, traced or compiled; None where memory ran out on any rank.
+        max_rows: Of the longest length; shorter rows have no more positions.
+    Raises BatchError for lengths that are none.
     """
     if not lengths or min(lengths) < 1:
         raise BatchError(f"lengths to probe are positive numbers of tokens; got {list(lengths)}")
-    found: list[MemoryProbe] = []
-    fitting, before = 1, max(lengths)
-    for length in sorted(set(lengths), reverse=True):
-        # Searches start near their end: a probe is a traced or compiled pass, and costs seconds.
-        guess = fitting * before // length
-        search = _RowSearch(probe, length, limit_bytes)
-        fitting, probes = search.run(low=fitting, guess=min(guess, max_rows), most=max_rows, tolerance=tolerance)
-        found += probes
-        before = length
+    longest, *others = sorted(set(lengths), reverse=True)
+
+    def grow(first: int) -> list[MemoryProbe]:
+        return doubled(
+            lambda rows: probe(rows, longest),
+            first,
+            max_rows,
+            limit_bytes=limit_bytes,
+            held_bytes=held_bytes,
+            agree=agree,
+        )
+
+    found = grow(first_rows)
+    if not found and first_rows > 1:  # a prediction led to the first size, and was too high
+        found = grow(1)
+    if found:
+        sizes = [(found[-1].positions // other, other) for other in others]
+        # One size of the longest row gives no slope in positions: shorter single rows do.
+        sizes += [(1, other) for other in others] if len(found) == 1 else []
+        found += [each for rows, other in sizes if (each := probe(rows, other)) is not None]
     return found
 
 
-class _RowSearch:
-    """Searches the most rows of one length that fit."""
+def doubled(
+    probe: Callable[[int], MemoryProbe | None],
+    first: int,
+    most: int,
+    *,
+    limit_bytes: int,
+    held_bytes: Callable[[], int] = int,
+    agree: Callable[[int], int] = _alone,
+) -> list[MemoryProbe]:
+    """Probe the first size, and each time twice as much up to the most, until the next would not fit on some rank.
 
-    def __init__(self, probe: Callable[[int, int], MemoryProbe], length: int, limit_bytes: int) -> None:
-        self._probe, self._length, self._limit_bytes = probe, length, limit_bytes
-        self._at: dict[int, MemoryProbe] = {}
-
-    def run(self, *, low: int, guess: int, most: int, tolerance: float) -> tuple[int, list[MemoryProbe]]:
-        """Return the rows, of which `low` are known to fit unless that is 1, and what was probed at the border."""
-        if low == 1 and not self._fits(1):
-            raise MemoryLimitError(
-                f"one row of {self._length} tokens takes {self._at[1].peak_bytes} bytes by prediction; "
-                f"{self._limit_bytes} bytes are there"
-            )
-        high = max(guess, low + 1)
-        while high <= most and self._fits(high):
-            expected = self._expected_border()
-            # Beyond the line's border by one, so that the next probe most likely closes the bracket.
-            low, high = high, expected + 1 if expected > high else 2 * high
-        high = min(high, most + 1)
-        for turn in count(1):
-            if high - low <= 1 + tolerance * low:
-                break
-            middle = (low + high) // 2
-            if turn % 3:  # every third turn halves, whatever the line says: a bent peak could lead it astray for long
-                # Memory is nearly a straight line in rows, and the border at most a row from where it meets the limit.
-                middle = min(max(self._expected_border(), low + 1), high - 1)
-            low, high = (middle, high) if self._fits(middle) else (low, middle)
-        self._fits(low)  # known to fit from a longer length, perhaps, but a fit needs its bytes
-        return low, [self._at[rows] for rows in (low, high) if rows in self._at]
-
-    def _fits(self, rows: int) -> bool:
-        if rows not in self._at:
-            self._at[rows] = self._probe(rows, self._length)
-        return self._at[rows].peak_bytes <= self._limit_bytes
-
-    def _expected_border(self) -> int:
-        """Return where the line through the two probes nearest to the limit meets it; 0 where it has no slope."""
-        near = sorted(self._at, key=lambda rows: abs(self._at[rows].peak_bytes - self._limit_bytes))[:2]
-        if len(near) < 2:
-            return 0
-        first, second = sorted(near)
-        rise = self._at[second].peak_bytes - self._at[first].peak_bytes
-        if rise <= 0:
-            return 0
-        room = self._limit_bytes - self._at[first].peak_bytes
-        return first + room * (second - first) // rise
+    Args:
+        held_bytes: Gives what lies there between passes.
+        agree: Returns the largest number of all ranks.
+    """
+    found: list[MemoryProbe] = []
+    size = first
+    while size <= most and (one := probe(size)) is not None:
+        found.append(one)
+        # Twice the rows take at most twice what these did beside what lies there anyway.
+        growing = max(0, one.peak_bytes - held_bytes())
+        if agree(int(one.peak_bytes + growing > limit_bytes)):
+            break
+        size *= 2
+    return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,46 +25,46 @@ GIB = 1 << 30
 Gathered = Callable[[], Iterable[Tensor]]
 
 
-class MemoryMeter(Protocol):
+class MemoryMeter:
     """Counts one process's memory. Passes run inside `counting()`."""
 
     limit_bytes: int
     """What the process may hold."""
 
-    def counting(self, gathered: Gathered = tuple) -> AbstractContextManager[None]:
+    def counting(self, gathered: Gathered = tuple) -> AbstractContextManager[None]:  # noqa: ARG002
         """While it is open, allocations count, and one past the limit raises torch.OutOfMemoryError. Reentrant.
 
         `gathered` gives the tensors whose storages a sharded model empties and fills again, which is no operation of
-        tensors.
+        tensors. An allocator that always counts has nothing to open.
         """
-        ...
+        return nullcontext()
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made outside of `counting()`, each once, for as long as they live."""
-        ...
+        """Count tensors that were made outside of `counting()`, each once, for as long as they live; an allocator knows
+        them. Never refuses, since they are there already."""
 
     def in_use_bytes(self) -> int:
         """Return what is held now."""
-        ...
+        raise NotImplementedError
 
     def peak_bytes(self) -> int:
-        """Return the most that was held at once since `reset_peak`."""
-        ...
+        """Return the most that was held at once since `reset_peak`; a refused allocation is not part of it."""
+        raise NotImplementedError
 
     def reserved_peak_bytes(self) -> int:
-        """Return the most that was taken from the device at once since `reset_peak`: what was held, and what lay between."""
-        ...
+        """Return the most that was taken from the device at once since `reset_peak`: what was held, and what lay between,
+        which is nothing where tensors are counted one by one."""
+        return self.peak_bytes()
 
     def reset_peak(self) -> None:
         """Begin a new peak at what is held now."""
-        ...
+        raise NotImplementedError
 
     def release_cached(self) -> None:
-        """Give back what the allocator keeps for later, after an out-of-memory."""
-        ...
+        """Give back what the allocator keeps for later, after an out-of-memory: blocks of the sizes that failed."""
 
 
-class CudaMeter:
+class CudaMeter(MemoryMeter):
     """The caching allocator of one CUDA device."""
 
     def __init__(self, device: torch.device, *, limit_bytes: int = 0) -> None:
@@ -79,37 +79,25 @@ class CudaMeter:
         if limit_bytes:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
-    def counting(self, gathered: Gathered = tuple) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Change nothing: the allocator always counts."""
-        return nullcontext()
-
-    def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Change nothing: the allocator knows them."""
-
     def in_use_bytes(self) -> int:
-        """Return what is allocated now."""
         return int(torch.cuda.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        """Return what was allocated at the peak. What is reserved beyond it is mostly the allocator's cache, which it gives
-        back before it refuses."""
+        # What is reserved beyond it is mostly the allocator's cache, which it gives back before it refuses.
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def reserved_peak_bytes(self) -> int:
-        """Return what the allocator had reserved at the peak. After an empty cache what is beyond the allocated is lost to
-        the sizes of blocks and to gaps between them."""
+        # After an empty cache what is beyond the allocated is lost to the sizes of blocks and to gaps between them.
         return int(torch.cuda.max_memory_reserved(self._device))
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release_cached(self) -> None:
-        """Empty the cache, whose blocks have the sizes of what failed."""
         torch.cuda.empty_cache()
 
 
-class CountingMeter:
+class CountingMeter(MemoryMeter):
     """A byte budget over the tensors of one process on a CPU."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -131,47 +119,41 @@ class CountingMeter:
             with _Watch(self):
                 yield
         finally:
-            self.look_at_gathered()
+            self._look_at_gathered()
             self._depth, self._gathered = 0, tuple
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Count these tensors; never refuses, since they are there already."""
         for tensor in tensors:
-            for storage in _storages_of(tensor):
-                self._count(storage)
+            self._count_tensor(tensor)
         self._peak = max(self._peak, self._held)
 
     def in_use_bytes(self) -> int:
-        """Return what is held now."""
-        self.look_at_gathered()
+        self._look_at_gathered()
         return self._held
 
     def peak_bytes(self) -> int:
-        """Return the most that was held at once; a refused allocation is not part of it."""
-        return self._peak
-
-    def reserved_peak_bytes(self) -> int:
-        """Return the same: nothing lies between tensors that are counted one by one."""
         return self._peak
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is held now."""
         self._peak = self._held
-
-    def release_cached(self) -> None:
-        """Change nothing: tensors that are gone are not kept."""
 
     def made(self, result: Any) -> None:
         """Count an operation's new tensors. Raises torch.OutOfMemoryError where they pass the limit."""
         before = self._held
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                for storage in _storages_of(tensor):
-                    self._count(storage)
+                self._count_tensor(tensor)
         if self._held > before:
-            self._require_room(self._held - before)
+            self._require_room(before)
 
-    def look_at_gathered(self) -> None:
+    def require_room(self) -> None:
+        """Count what was gathered since the last operation. Raises torch.OutOfMemoryError where it passes the limit."""
+        before = self._held
+        self._look_at_gathered()
+        if self._held > before:
+            self._require_room(before)
+
+    def _look_at_gathered(self) -> None:
         """Count storages that have changed their size since the last operation."""
         for tensor in self._gathered():
             storage = tensor.untyped_storage()
@@ -182,12 +164,10 @@ class CountingMeter:
                 self._held += storage.nbytes() - counted.num_bytes
                 counted.num_bytes = storage.nbytes()
 
-    def require_room(self) -> None:
-        """Count what was gathered since the last operation. Raises torch.OutOfMemoryError where it passes the limit."""
-        before = self._held
-        self.look_at_gathered()
-        if self._held > before:
-            self._require_room(self._held - before)
+    def _count_tensor(self, tensor: Tensor) -> None:
+        local = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor this rank's part
+        if local.device.type != "meta" and local.layout == torch.strided:  # else there is no memory behind it
+            self._count(local.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -204,11 +184,11 @@ class CountingMeter:
         self._storages[key] = counted
         self._held += counted.num_bytes
 
-    def _require_room(self, num_bytes: int) -> None:
+    def _require_room(self, before: int) -> None:
         if self._held > self.limit_bytes:
             raise torch.OutOfMemoryError(
-                f"{num_bytes} bytes were to be allocated, but of the budget of {self.limit_bytes} bytes only "
-                f"{max(0, self.limit_bytes - self._held + num_bytes)} are left"
+                f"{self._held - before} bytes were to be allocated, but of the budget of {self.limit_bytes} bytes only "
+                f"{max(0, self.limit_bytes - before)} are left"
             )
         self._peak = max(self._peak, self._held)
 
@@ -239,11 +219,3 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self._meter.made(result)
         return result
-
-
-def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The tensor's storage; of a sharded tensor that of this rank's part; none where there is no memory behind it."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    if local.device.type == "meta" or local.layout != torch.strided:
-        return
-    yield local.untyped_storage()

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.layouts import PositionGroup
 from skyrl_train.batch.planner import MemoryAwareBatchIterator, TokenBudgets
-from skyrl_train.config.fields import LayoutChoice
+from skyrl_train.distributed import ModelStrategy
 from skyrl_train.errors import MemoryLimitError, RankOutOfMemory, counted
 from skyrl_train.learner.memory.meter import GIB, MemoryMeter
 from skyrl_train.telemetry import Last, Max, StepMetrics, Sum
@@ -57,35 +56,6 @@ class ForwardSize:
     positions: int
 
 
-class Ranks(Protocol):
-    """What of a `ModelStrategy` the memory of its model depends on. Methods are called by all ranks, in step."""
-
-    rank: int
-    num_ranks: int
-    num_shards: int
-    sharded: bool
-    expert_ranks: int
-    tensor_ranks: int
-    group: PositionGroup | None
-    keeps_whole_gradients: bool
-
-    def agree(self, count: int) -> int:
-        """Return the largest `count` of all ranks."""
-        ...
-
-    def first_reason(self, reason: str) -> str:
-        """Return the lowest rank's reason that is not empty."""
-        ...
-
-    def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
-        """Run passes of which all ranks finish theirs, or none. Raises RankOutOfMemory on all ranks."""
-        ...
-
-    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
-        """Give each of `parameters` a gradient of zeros."""
-        ...
-
-
 class SizedPasses(Protocol):
     """The passes of one model: how they are cut into forwards, and what counts their memory. A dataclass."""
 
@@ -96,19 +66,13 @@ class SizedPasses(Protocol):
     def model(self) -> PreTrainedModel: ...
 
     @property
-    def strategy(self) -> Ranks: ...
+    def strategy(self) -> ModelStrategy: ...
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
-
-    @property
-    def layout(self) -> LayoutChoice: ...
-
-    @property
-    def merge_turns(self) -> bool: ...
 
     @property
     def micro_batching(self) -> MemoryAwareBatchIterator: ...
@@ -192,6 +156,7 @@ class OomRetry(Generic[PassesT]):
     def _attempt(
         self, meter: MemoryMeter, batch: TrainingInputBatch, work: Callable[[Sequence[Any]], T], *, training: bool
     ) -> T:
+        # Planned in each attempt: the budget may have been lowered since the last.
         planned = self.passes.plan(batch, training=training)
         meter.adopt(self._resident())
         meter.reset_peak()
@@ -245,6 +210,7 @@ class OomRetry(Generic[PassesT]):
                 f"{counted(size.num_rows, 'row')} of at most {size.longest} tokens ({reason}), "
                 + ("which cannot be cut further" if size.num_rows == 1 else f"after {self._retries} smaller attempts")
             )
+        # Collectives on every rank, also where none of its own micro-batches failed: all lower alike, or all raise.
         found = strategy.first_reason(hopeless if reason else "")
         # The largest of negatives is the smallest: one collective serves both.
         smallest = -strategy.agree(-size.positions if reason else -_FITTED_HERE)
@@ -254,6 +220,7 @@ class OomRetry(Generic[PassesT]):
                 "(generator.max_context_length, data.max_length), model.gradient_checkpointing=true, more ranks with "
                 "strategy=fsdp2, or a larger trainer.memory_budget_gb"
             )
+        # By what failed and not by the old budget, which a single long row may have exceeded.
         batches.lower(int(smallest * LOWERED_TO), training=training)
         self._num_redone += 1
         after = batches.budgets.of(training=training)
@@ -284,7 +251,7 @@ class SizedEngine(Protocol):
     def passes(self) -> SizedPasses: ...
 
     @property
-    def strategy(self) -> Ranks: ...
+    def strategy(self) -> ModelStrategy: ...
 
     def held_tensors(self) -> Iterable[Tensor]:
         """Return what is there between passes: parameters, buffers, gradients, optimizer state."""

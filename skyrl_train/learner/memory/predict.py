@@ -1,7 +1,7 @@
 """What passes of a model take that is not loaded, for a plan: the run's own step, traced without weights or a device.
 
     config.json --meta device--> learner of few layers --trace at a few numbers of rows--> bytes, section by section
-    what lies there between passes, and what ranks of a sharded model exchange: from the numbers of parameters
+    its parameters, counted --DeviceShare--> what lies there between passes, and what ranks exchange (`share.py`)
 
 Layers that are alike take the same: models of `_DEPTHS` layers are traced, and what many layers take follows section by
 section. Numbers of rows grow by factors; what lies in between is read off the line, which is never below a peak that is
@@ -13,19 +13,18 @@ XLA, where `trainer.memory_probe=xla` asks it, is one more probe, of the same si
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.config.derived import LearnerSettings
-from skyrl_train.config.models import sums_once_a_step
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory.fit import MemoryProbe, PassPeaks, fit_memory_model
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model.sizes import ModelSizes, ParameterCounts, remember, remembered_file, source_stamps, text_part
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ _DEPTHS = (2, 3)
 """Decoder layers of the models that are traced, where layers are alike and there are more."""
 _MOST_POSITIONS = 1 << 20
 """Of a size that is traced; what more would take follows from the line."""
-_SOURCES = ("algorithms", "batch", "learner", "memory", "model")
+_SOURCES = ("algorithms", "batch", "learner", "model")
 """Folders of this package whose code decides what a pass takes."""
 
 
@@ -53,107 +52,6 @@ class MemoryEstimate:
     @property
     def peak_bytes(self) -> int:
         return sum(self.kinds.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceShare:
-    """How one rank holds a model on its device."""
-
-    num_shards: int = 1
-    """Ranks over which it is spread, where it is `sharded`."""
-    sequence: int = 1
-    """Ranks that compute a micro-batch together, each a part of its positions (`strategy.sequence_parallel_size`)."""
-    tensor_ranks: int = 1
-    """Ranks with parts of the matrices: what is traced and counted is one's."""
-    sharded: bool = False
-    expert_ranks: int = 1
-    """Ranks among which experts are divided."""
-    cpu_offload: bool = False
-    """Whether shards, their gradients and optimizer state are in host memory."""
-    gradient_sync: Literal["auto", "step", "micro_batch"] = "micro_batch"
-    device_bytes: int = 0
-    """Memory of the device, by which `gradient_sync=auto` decides."""
-    state_bytes: int = 8
-    """Of the optimizer's state, for each parameter that is trained: AdamW's two averages."""
-    state_at_once: int | None = None
-    """Bytes of that state which a step has on the device at once at most, where it is in host memory between steps."""
-    compute_bytes: int = 4
-    """Of a number in the forward pass."""
-    frozen_bytes: int = 4
-    """Of a parameter that is not trained."""
-    is_scored_only: bool = False
-    """Whether none is."""
-    in_4_bits: bool = False
-    """Whether decoder layers are, where they are not trained."""
-    device_type: str = "cpu"
-
-    def resident(self, counts: ParameterCounts, *, training: bool) -> dict[str, int]:
-        """Return what lies on the device whatever the micro-batch, in bytes by kind; gradients only while training."""
-        own = counts.on_a_rank(self.expert_ranks)
-        whole: dict[str, int] = {}
-        if self.sharded and own.trained and training:
-            gradients = 4 * own.trained
-            once = sums_once_a_step(self.gradient_sync, gradient_bytes=gradients, device_bytes=self.device_bytes)
-            whole = {"gradients": gradients} if once else {}
-        if self.sharded and self.cpu_offload:
-            return whole
-        held, shards = self._held(counts)
-        trained = 0 if self.is_scored_only else held.trained
-        kinds = {
-            "parameters": self._frozen(held, held.total - trained) + 4 * trained,
-            "gradients": 4 * held.trained * training,
-            "optimizer state": self.state_bytes * held.trained if self.state_at_once is None else 0,
-        }
-        return {**{kind: -(-count // shards) for kind, count in kinds.items() if count}, **whole}
-
-    def stepping(self, counts: ParameterCounts) -> dict[str, int]:
-        """Return what lies on the device while an optimizer steps whose state comes from host memory, in bytes by kind.
-        Nothing where it stays on the device: passes hold more then."""
-        if self.state_at_once is None:
-            return {}
-        summed = replace(self, gradient_sync="micro_batch")  # gradients are shards again by then
-        state = min(self.state(counts), self.state_at_once)
-        return summed.resident(counts, training=True) | {"optimizer state": state}
-
-    def state(self, counts: ParameterCounts) -> int:
-        """Return the bytes of a rank's optimizer state, wherever it is."""
-        held, shards = self._held(counts)
-        return -(-self.state_bytes * held.trained // shards)
-
-    def _held(self, counts: ParameterCounts) -> tuple[ParameterCounts, int]:
-        """What ranks hold together, and how many they are. The experts of a rank are sharded over those that have the same:
-        all ranks together hold each parameter once."""
-        return (counts, self.num_shards) if self.sharded else (counts.on_a_rank(self.expert_ranks), 1)
-
-    def _frozen(self, counts: ParameterCounts, num_frozen: int) -> int:
-        if not self.in_4_bits:
-            return self.frozen_bytes * num_frozen
-        # beside 4 bits each a scale of 8 bits for 64 of them
-        return self.frozen_bytes * counts.root + int((num_frozen - counts.root) * (1 / 2 + 1 / 64))
-
-    def exchanged(self, counts: ParameterCounts, *, training: bool) -> dict[str, int]:
-        """Return what ranks of a sharded model hold of each other's parts in a pass, in bytes by kind."""
-        if not self.sharded:
-            return {}
-        own = counts.on_a_rank(self.expert_ranks)
-        return own.exchanged(compute_bytes=self.compute_bytes, num_shards=self.num_shards, training=training)
-
-    def exchanged_heads(self, sizes: ModelSizes, *, positions: int) -> dict[str, int]:
-        """Return what ranks that share a micro-batch of so many `positions` hold to exchange positions for heads around the
-        attention of one layer: queries, keys and values apart, as they are sent, and as they come."""
-        if self.sequence == 1:
-            return {}
-        # Fewer key and value heads than ranks are copied.
-        kv_heads = math.lcm(sizes.num_kv_heads, self.sequence)
-        features = (sizes.num_heads + 2 * kv_heads) * sizes.head_dim
-        return {"exchanged heads": 3 * features * -(-positions // self.sequence) * self.compute_bytes}
-
-    def travelling_tokens(self, numbers: int, *, positions: int) -> dict[str, int]:
-        """Return what a layer holds of tokens on their way to experts of other ranks, of each position so many `numbers`: as
-        they are sent, and as they come, taken to be as many."""
-        if self.expert_ranks == 1:
-            return {}
-        return {"tokens that travel": 2 * numbers * -(-positions // self.sequence) * self.compute_bytes}
 
 
 @dataclass(kw_only=True)
@@ -226,19 +124,11 @@ class PredictedPasses:
         """Return what a micro-batch of `rows` of the longest rows takes. Raises ModelError."""
         lower, upper = self._around(phase, lambda at, _: at >= rows) if rows > 1 else (1, 1)
         peaks = self._at(phase, lower).between(self._at(phase, upper), (rows - lower) / max(1, upper - lower))
-        training = phase == "training"
-        kinds = self.share.resident(self.counts, training=training)
-        kinds |= self.share.exchanged(self.counts, training=training)
-        kinds |= self._beside_layers(phase, rows)
-        kinds |= peaks.kinds
-        moment, step = peaks.moment, self.share.stepping(self.counts) if training else {}
+        kinds = self._beside_activations(phase, rows) | peaks.kinds
+        moment, step = peaks.moment, self.share.stepping(self.counts) if phase == "training" else {}
         if sum(step.values()) > sum(kinds.values()):
             moment, kinds = "in the optimizer's step", step
         return MemoryEstimate(moment=moment, kinds={kind: count for kind, count in kinds.items() if count})
-
-    def fits_one_row(self, phase: Phase, limit_bytes: int) -> bool:
-        """Return whether a micro-batch of one of the longest rows fits. Raises ModelError."""
-        return self.estimate(phase, 1).peak_bytes <= limit_bytes
 
     def token_budget(self, phase: Phase, limit_bytes: int) -> int:
         """Return the most computed positions that fit. Raises MemoryLimitError where one of the longest rows does not, and
@@ -273,15 +163,12 @@ class PredictedPasses:
         return before, rows
 
     def _probe(self, phase: Phase, rows: int) -> MemoryProbe:
-        training = phase == "training"
-        beside = sum(self.share.exchanged(self.counts, training=training).values()) + self.resident_bytes(phase)
-        beside += sum(self._beside_layers(phase, rows).values())
         return MemoryProbe(
             rows=rows,
             longest=self.longest,
             positions=rows * self.longest,
-            training=training,
-            peak_bytes=beside + self._at(phase, rows).peak_bytes,
+            training=phase == "training",
+            peak_bytes=sum(self._beside_activations(phase, rows).values()) + self._at(phase, rows).peak_bytes,
         )
 
     def _at(self, phase: Phase, rows: int) -> PassPeaks:
@@ -315,17 +202,16 @@ class PredictedPasses:
         found: dict[str, Any] = self._known[name]
         return found
 
-    def _beside_layers(self, phase: Phase, rows: int) -> dict[str, int]:
-        """What ranks exchange of positions, and what a vision tower keeps, of which nothing is traced. Ranks that share rows
-        compute it whole."""
-        positions = rows * self.longest
-        heads = self.share.exchanged_heads(self.sizes, positions=positions)
-        model = self.settings.model
-        if phase == "training" and self.sizes.tower_layers and "vision" not in model.freeze:
-            per_token = self.sizes.tower_bytes(checkpointing=model.recomputes)
-            heads["vision tower"] = rows * self.image_tokens * per_token
+    def _beside_activations(self, phase: Phase, rows: int) -> dict[str, int]:
+        """What a trace of one rank does not see, in bytes by kind: what lies there, what ranks exchange of parameters and of
+        positions, and what a vision tower keeps. Ranks that share rows compute the tower whole."""
+        share, model, training, positions = self.share, self.settings.model, phase == "training", rows * self.longest
+        kinds = share.resident(self.counts, training=training) | share.exchanged(self.counts, training=training)
+        kinds |= share.exchanged_heads(self.sizes, positions=positions)
+        if training and self.sizes.tower_layers and "vision" not in model.freeze:
+            kinds["vision tower"] = rows * self.image_tokens * self.sizes.tower_bytes(checkpointing=model.recomputes)
         experts = int(text_part(self.config).get("num_experts_per_tok") or 0)
-        return heads | self.share.travelling_tokens(experts * self.sizes.hidden_size, positions=positions)
+        return kinds | share.travelling_tokens(experts * self.sizes.hidden_size, positions=positions)
 
     @property
     def _own_length(self) -> int:

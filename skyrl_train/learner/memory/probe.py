@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from skyrl_train.batch import DUMMY_ROW_LENGTH, SCHEMA, TrainingInputBatch, batch_of_lengths
 from skyrl_train.batch.steps import LossDenominators, MiniBatch
 from skyrl_train.errors import RankOutOfMemory
-from skyrl_train.learner.memory.fit import MemoryProbe, PassPeaks
+from skyrl_train.learner.memory.fit import MemoryProbe, PassPeaks, doubled, probes_at_the_limit
 from skyrl_train.learner.memory.meter import MemoryMeter
 from skyrl_train.learner.memory.oom_retry import SizedEngine
 from skyrl_train.learner.memory.trace import StepTrace
@@ -60,6 +60,13 @@ class Prober:
     meter: MemoryMeter
     trace: StepTrace | None = None
     """Says what passes would take, in place of running them."""
+    compiled: Callable[[int, int], MemoryProbe] | None = None
+    """Says the same of rows and their length, without a pass of the learner's."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether nothing is run, so that no memory can run out."""
+        return self.trace is not None or self.compiled is not None
 
     def probe(self, num_rows: int, length: int, *, training: bool) -> MemoryProbe | None:
         """Return the peak on this rank; None where memory ran out on any. Called by all ranks between optimizer steps."""
@@ -69,13 +76,15 @@ class Prober:
         """Return the same of rows that differ in length; where they are padded, positions are rows times the longest. The
         first `shared` tokens of all rows are the same."""
         engine, length, num_rows = self.learner.engine, max(lengths), len(lengths)
+        if self.compiled is not None:
+            return self.compiled(num_rows, length)
         batch = self._rows(lengths, shared=shared)
         try:
             if self.trace is not None:
                 peak = self.trace.peak_bytes(lambda: self._pass(batch, training=training), training=training)
             else:
                 peak = self._measured_peak(batch, training=training)
-        except RankOutOfMemory:
+        except RankOutOfMemory:  # on all ranks alike, so that all go on with the same probe
             return None
         return MemoryProbe(
             rows=num_rows,
@@ -84,12 +93,6 @@ class Prober:
             training=training,
             peak_bytes=peak,
         )
-
-    def predict(self, num_rows: int, length: int, *, training: bool) -> MemoryProbe:
-        """Return the same as `probe`, of a prober that traces: no memory can run out there. Raises ModelError."""
-        found = self.probe(num_rows, length, training=training)
-        assert found is not None
-        return found
 
     def sections(self, num_rows: int, length: int, *, training: bool) -> PassPeaks:
         """Return what a pass over such rows adds, section by section, of a prober that traces. Raises ModelError."""
@@ -103,6 +106,7 @@ class Prober:
 
     def _measured_peak(self, batch: TrainingInputBatch, *, training: bool) -> int:
         engine = self.learner.engine
+        # Without retries: where memory runs out is what is asked.
         engine.oom_retry.begin_probing(self.meter, resident=engine.held_tensors)
         # From an empty cache, so that what is reserved beyond the allocated is what this pass itself loses to gaps.
         self.meter.release_cached()
@@ -124,59 +128,40 @@ class Prober:
         else:
             self.learner.forward(batch)
 
+    def grow(self, lengths: list[int], *, max_positions: int, training: bool, first_rows: int = 1) -> list[MemoryProbe]:
+        """Probe at the limit of the meter, as `probes_at_the_limit` says, in step with the other ranks."""
+        return probes_at_the_limit(
+            lambda rows, length: self.probe(rows, length, training=training),
+            lengths,
+            max_rows=max(first_rows, max_positions // max(lengths)),
+            first_rows=first_rows,
+            **self._limits(),
+        )
+
     def grow_uneven(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
         """Probe one row of `longest` with many of three tokens, doubled as in `grow`: what packed rows take that losses
         pad."""
-        return self._double(
+        return doubled(
             lambda short: self.probe_lengths([longest, *[SHORT_ROW_LENGTH] * short], training=training),
-            first=8,
-            most=min(max_rows - 1, (max_positions - longest) // SHORT_ROW_LENGTH),
+            8,
+            min(max_rows - 1, (max_positions - longest) // SHORT_ROW_LENGTH),
+            **self._limits(),
         )
 
     def grow_trees(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
         """Probe rows of `longest` that differ in their last token alone, doubled as in `grow`: what a tree takes beside its
         positions, which are far fewer than its rows' tokens: their columns, their losses, a block mask."""
-        return self._double(
+        return doubled(
             lambda rows: self.probe_lengths([longest] * rows, training=training, shared=longest - 1),
-            first=2,
-            most=min(max_rows, 1 + max_positions - longest),
+            2,
+            min(max_rows, 1 + max_positions - longest),
+            **self._limits(),
         )
 
-    def _double(self, probe_at: Callable[[int], MemoryProbe | None], *, first: int, most: int) -> list[MemoryProbe]:
-        """Probe the first size, and each time twice as much up to the most, until the next would not fit on some rank."""
-        found: list[MemoryProbe] = []
-        size = first
-        while size <= most and (probe := probe_at(size)) is not None:
-            found.append(probe)
-            growing = max(0, probe.peak_bytes - self.meter.in_use_bytes())
-            if self.learner.engine.strategy.agree(int(probe.peak_bytes + growing > self.meter.limit_bytes)):
-                break
-            size *= 2
-        return found
-
-    def grow(self, lengths: list[int], *, max_positions: int, training: bool, first_rows: int = 1) -> list[MemoryProbe]:
-        """Probe `first_rows` rows of the first length, or one where so many do not fit, doubled until the next would not fit
-        on some rank, or would be more than a pass has; then as many positions of each other length, and where the longest
-        row fits once alone, one row of each."""
-        found: list[MemoryProbe] = []
-        rows, length = first_rows, lengths[0]
-        while (probe := self.probe(rows, length, training=training)) is not None:
-            found.append(probe)
-            # Twice the rows take at most twice what these did beside what lies there anyway.
-            growing = max(0, probe.peak_bytes - self.meter.in_use_bytes())
-            is_last = probe.peak_bytes + growing > self.meter.limit_bytes
-            if self.learner.engine.strategy.agree(int(is_last)) or 2 * rows * length > max_positions:
-                break
-            rows *= 2
-        if not found and first_rows > 1:  # a prediction led to the first size, and was too high
-            return self.grow(lengths, max_positions=max_positions, training=training)
-        if found:
-            sizes = [(found[-1].positions // other, other) for other in lengths[1:]]
-            # One size of the longest row gives no slope in positions: shorter single rows do.
-            sizes += [(1, other) for other in lengths[1:]] if len(found) == 1 else []
-            others = [self.probe(rows, other, training=training) for rows, other in sizes]
-            found += [probe for probe in others if probe is not None]
-        return found
+    def _limits(self) -> dict[str, Any]:
+        meter = self.meter
+        agree = self.learner.engine.strategy.agree
+        return {"limit_bytes": meter.limit_bytes, "held_bytes": meter.in_use_bytes, "agree": agree}
 
 
 def lengths_to_probe(longest: int) -> list[int]:

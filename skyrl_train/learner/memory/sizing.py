@@ -3,6 +3,10 @@
     probes (a rank's own) --fit--> peak = base + a * positions + b * positions * longest --limit--> C of this rank
     C of the run = the least over ranks, tried out at every probed length before it is used
 
+Probes are measured, traced or compiled by XLA (`trainer.memory_probe`); what follows from them is the same. `memory.json` in
+the run's folder holds what was probed, fitted and chosen for each model and rank; a run that is resumed reads it, and takes
+the same budgets where they hold for what is there.
+
 All ranks of a model call these functions in step.
 """
 
@@ -11,26 +15,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from skyrl_train.batch.planner import TokenBudgets
 from skyrl_train.config import MicroBatchConfig
 from skyrl_train.errors import MemoryLimitError
-from skyrl_train.learner.memory.fit import (
-    MemoryModel,
-    MemoryProbe,
-    fit_memory_model,
-    near_the_limit,
-    probes_at_the_limit,
-)
+from skyrl_train.learner.memory.fit import MemoryModel, MemoryProbe, fit_memory_model, near_the_limit
 from skyrl_train.learner.memory.meter import GIB, CountingMeter, CudaMeter, MemoryMeter
 from skyrl_train.learner.memory.oom_retry import SizedEngine
 from skyrl_train.learner.memory.probe import Probed, Prober, lengths_to_probe
-from skyrl_train.learner.memory.report import PhaseReport, SizingReport, read_reports, write_reports
 from skyrl_train.learner.memory.trace import StepTrace
 from skyrl_train.learner.memory.xla import CompiledModel
 from skyrl_train.model.layers import beyond_index, index_limit, widest_activation
@@ -42,8 +40,6 @@ WORTH_A_TRIAL = 1.02
 """A budget that has held is replaced by one that is larger by this factor at least."""
 _SHARE_UNITS = 1_000_000
 """Ranks agree on whole numbers: a share is stated in millionths."""
-_TOLERANCE = 0.05
-"""Share of the rows by which the predicted sizes that fit, and do not, may be apart: a fit goes through both."""
 _TRIALS = 8
 """Budgets that are tried out before it is given up."""
 
@@ -70,6 +66,66 @@ class SizingLimits:
         cap, or one row."""
         cap = self.max_positions * (1 if training else 2)  # as `MicroBatchConfig.most_positions`
         return max(self.longest, min(max(2, self.max_rows) * self.longest, cap))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseReport:
+    """One phase of one model on one rank."""
+
+    tokens: int
+    """The budget, of all ranks."""
+    own_tokens: int
+    """What this rank's memory would allow."""
+    limit_bytes: int
+    cell_share: float
+    """Of all ranks; 0 where rows are padded (`TokenBudgets.cell_shares`)."""
+    model: MemoryModel
+    probes: tuple[MemoryProbe, ...]
+    predicted_tokens: int = 0
+    """The budget by prediction; 0 where none was made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizingReport:
+    """One model on one rank."""
+
+    name: str
+    facts: Mapping[str, str]
+    """What the budgets hold for: model, lengths, layout, device, memory."""
+    is_reused: bool
+    forward: PhaseReport
+    training: PhaseReport | None
+    """None for a model that is only scored."""
+
+    @property
+    def budgets(self) -> TokenBudgets:
+        training = self.training or self.forward
+        return TokenBudgets(
+            training=training.tokens,
+            forward=self.forward.tokens,
+            cell_shares=(training.cell_share, self.forward.cell_share),
+        )
+
+    def line(self) -> str:
+        """Return a line for the run's first lines."""
+        named = {"training": self.training, "forward": self.forward}
+        phases = {name: phase for name, phase in named.items() if phase is not None}
+        parts = [f"{name} {phase.tokens} positions" for name, phase in phases.items()]
+        probes = sum(len(phase.probes) for phase in phases.values())
+        fit = max(phase.model.largest_relative_error for phase in phases.values())
+        source = "of the run that is resumed" if self.is_reused else f"{probes} probes, fitted within {fit:.1%}"
+        if probes == 0:
+            how = "compiled by XLA" if self.facts["source"] == "xla" else "traced"
+            source = f"{how}, nothing was run"
+        elif any(phase.predicted_tokens for phase in phases.values()):
+            beside = (
+                f"{name} {phase.predicted_tokens} ({phase.predicted_tokens / phase.tokens - 1:+.1%})"
+                for name, phase in phases.items()
+            )
+            source = f"{source}; predicted: {', '.join(beside)}"
+        return (
+            f"{self.name:<11} {', '.join(parts)} a micro-batch in {self.forward.limit_bytes / GIB:.3g} GiB ({source})"
+        )
 
 
 def size_run(
@@ -147,11 +203,12 @@ def size_micro_batches(
     differs = stored is None or dict(stored.facts) != facts
     if engine.strategy.agree(int(differs)) or stored is None:
         sizing = _Sizing(prober=Prober(learner=learner, meter=meter), limits=limits)
+        is_trained = any(parameter.requires_grad for parameter in engine.parameters.values())
         report = SizingReport(
             name=engine.name,
             facts=facts,
             is_reused=False,
-            training=replace(sizing, training=True).run() if _is_trained(engine) else None,
+            training=replace(sizing, training=True).run() if is_trained else None,
             forward=sizing.run(),
         )
     else:
@@ -186,21 +243,44 @@ class _Sizing:
         return min(index_limit.MOST_ELEMENTS * ranks // width, self.limits.most_positions(training=self.training))
 
     def run(self) -> PhaseReport:
+        """Find the budget from what the limits name: passes that are measured, traced or compiled, or first one and then the
+        other. Raises MemoryLimitError."""
+        source, longest = self.limits.source, self.limits.longest
+        if source == "measure":
+            return self._find()
+        foreseen = replace(self, prober=self._predicting())._find()
+        if source != "both":  # nothing was run that a resumed run could rely on
+            return replace(foreseen, probes=(), predicted_tokens=foreseen.tokens)
+        # The prediction may be too high: half of it leaves room, and two sizes give the fit its slope.
+        found = self._find(first_rows=max(1, foreseen.tokens // longest // 4))
+        return replace(found, predicted_tokens=foreseen.tokens)
+
+    def _predicting(self) -> Prober:
+        """The prober that runs nothing. Raises ModelError."""
+        engine, training = self.engine, self.training
+        trace = StepTrace(engine=engine, held_bytes=self.prober.meter.in_use_bytes())
+        if self.limits.source != "xla":
+            return replace(self.prober, trace=trace)
+        model = CompiledModel(
+            model=sizes_of_model(engine.model),
+            compute_bytes=engine.passes.dtype.itemsize,
+            checkpointing=bool(getattr(engine.model, "is_gradient_checkpointing", False)),
+        )
+        resident_bytes = trace.resident_bytes(training=training)
+        return replace(self.prober, compiled=model.probe(training=training, resident_bytes=resident_bytes))
+
+    def _find(self, *, first_rows: int = 1) -> PhaseReport:
         """Grow, fit, and try the budget out at every length: what a fit cannot know shows there.
 
         Raises MemoryLimitError.
         """
-        limits, agree = self.limits, self.engine.strategy.agree
+        limits, agree, prober = self.limits, self.engine.strategy.agree, self.prober
         lengths, most = lengths_to_probe(limits.longest), self._most_positions
-        predicted = 0
-        if limits.source != "measure":
-            foreseen = self._predict()
-            if limits.source != "both":
-                return foreseen
-            predicted = foreseen.tokens
-        # The prediction may be too high: half of it leaves room, and two sizes give the fit its slope.
-        rows = max(1, predicted // limits.longest // 4)
-        probes = self.prober.grow(lengths, max_positions=most, training=self.training, first_rows=rows)
+        probes = prober.grow(lengths, max_positions=most, training=self.training, first_rows=first_rows)
+        if prober.predicts:  # no memory runs out: whether one row fits is for its bytes to say
+            over = probes[0].peak_bytes > prober.meter.limit_bytes
+            if agree(int(over)):
+                raise self._too_long(f"{probes[0].peak_bytes} bytes by prediction" if over else "on another rank")
         if len({probe.positions for probe in probes}) < 2:
             raise self._too_long()
         cap, held = most, 0
@@ -210,7 +290,15 @@ class _Sizing:
             tokens = -agree(-own)
             # Trials add probes near the limit, from which the next fit may allow more: worth another trial, or done.
             if tokens <= held * WORTH_A_TRIAL:
-                return self._report(model, probes, tokens=min(tokens, held), own=own, predicted=predicted)
+                tokens = min(tokens, held)
+                return PhaseReport(
+                    tokens=tokens,
+                    own_tokens=own,
+                    limit_bytes=prober.meter.limit_bytes,
+                    cell_share=self._cell_share(model, tokens),
+                    model=model,
+                    probes=tuple(probes),
+                )
             if self._holds(tokens, lengths, probes):
                 held = tokens
             else:
@@ -230,58 +318,15 @@ class _Sizing:
         over = any(trial is None or trial.peak_bytes > self.prober.meter.limit_bytes for trial in tried)
         return not self.engine.strategy.agree(int(over))
 
-    def _predict(self) -> PhaseReport:
-        """Find the budget without a run: what fits is traced, or asked of XLA, from the longest row to the shortest, and
-        fitted as measured probes are. Raises MemoryLimitError."""
-        engine, meter, limits = self.engine, self.prober.meter, self.limits
-        trace = StepTrace(engine=engine, held_bytes=meter.in_use_bytes())
-        traced = replace(self, prober=replace(self.prober, trace=trace))
-        at: Callable[[int, int], MemoryProbe] = lambda rows, length: traced.prober.predict(  # noqa: E731
-            rows, length, training=self.training
-        )
-        if limits.source == "xla":
-            model_in_jax = CompiledModel(
-                model=sizes_of_model(engine.model),
-                compute_bytes=engine.passes.dtype.itemsize,
-                checkpointing=bool(getattr(engine.model, "is_gradient_checkpointing", False)),
-            )
-            at = model_in_jax.probe(training=self.training, resident_bytes=trace.resident_bytes(training=self.training))
-        reason, probes = "", list[MemoryProbe]()
-        try:
-            lengths = lengths_to_probe(limits.longest)
-            most = max(2, limits.max_rows)
-            probes = probes_at_the_limit(at, lengths, meter.limit_bytes, max_rows=most, tolerance=_TOLERANCE)
-        except MemoryLimitError as error:
-            reason = str(error)
-        if engine.strategy.agree(int(bool(reason))):
-            raise self._too_long(reason or "on another rank")
-        model = fit_memory_model(near_the_limit(probes), margin=limits.margin)
-        own = min(self._most_positions, self._budget(model))
-        tokens = -engine.strategy.agree(-own)
-        return traced._report(model, [], tokens=tokens, own=own, predicted=tokens)
-
-    def _report(
-        self, model: MemoryModel, probes: Sequence[MemoryProbe], *, tokens: int, own: int, predicted: int
-    ) -> PhaseReport:
-        # XLA is asked of padded rows alone: a cell that only losses pad takes less than a position.
-        compiled = self.limits.source == "xla" and self.engine.passes.layout != "padded"
-        return PhaseReport(
-            tokens=tokens,
-            own_tokens=own,
-            limit_bytes=self.prober.meter.limit_bytes,
-            cell_share=1 + self.limits.margin if compiled else self._cell_share(model, tokens),
-            model=model,
-            probes=tuple(probes),
-            predicted_tokens=predicted,
-        )
-
     def _cell_share(self, model: MemoryModel, tokens: int) -> float:
         """What a cell of `[rows, longest]` that the model does not compute takes on any rank, in positions: those that only
         losses pad, and tokens that rows have in common. A peak is convex in cells, so that the share found near the limit
         holds below it; where nothing could be probed, a cell is a position, which all probes had."""
-        limits, layout = self.limits, self.engine.passes.layout
-        if layout == "padded" or limits.max_rows < 2:
+        limits, layout = self.limits, self.engine.passes.micro_batching.layout
+        if layout == "padded" or (limits.max_rows < 2 and self.prober.compiled is None):
             return 0.0
+        if self.prober.compiled is not None:  # XLA is asked of padded rows alone: other cells take less than a position
+            return 1 + limits.margin
         grow = [self.prober.grow_uneven]
         if layout in ("prefix_shared", "auto"):
             grow.append(self.prober.grow_trees)
@@ -295,7 +340,7 @@ class _Sizing:
 
     def _budget(self, model: MemoryModel) -> int:
         """This rank's budget, for the layouts that its passes may choose. Raises MemoryLimitError."""
-        padded = {"padded": [True], "auto": [True, False]}.get(self.engine.passes.layout, [False])
+        padded = {"padded": [True], "auto": [True, False]}.get(self.engine.passes.micro_batching.layout, [False])
         limit, longest = self.prober.meter.limit_bytes, self.limits.longest
         try:
             return min(model.token_budget(limit, longest, padded=each) for each in padded)
@@ -316,14 +361,10 @@ class _Sizing:
         )
 
 
-def _is_trained(engine: SizedEngine) -> bool:
-    return any(parameter.requires_grad for parameter in engine.parameters.values())
-
-
 def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[str, str]:
     """What the budgets hold for."""
     shapes = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in engine.parameters.items()]
-    passes, device = engine.passes, engine.passes.device
+    passes, device, batching = engine.passes, engine.passes.device, engine.passes.micro_batching
     return {
         "model": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
         "parameters": str(sum(parameter.numel() for parameter in engine.model.parameters())),
@@ -332,7 +373,7 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "longest": str(limits.longest),
         "max_rows": str(limits.max_rows),
         "max_positions": str(limits.max_positions),
-        "layout": f"{passes.layout}{', merged turns' if passes.merge_turns else ''}",
+        "layout": f"{batching.layout}{', merged turns' if batching.merge_turns else ''}",
         "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
         + (f" in {engine.strategy.num_shards} shards" if engine.strategy.sharded else "")
         + (f", experts over {engine.strategy.expert_ranks}" if engine.strategy.expert_ranks > 1 else "")
@@ -344,3 +385,36 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "source": limits.source,
         "torch": torch.__version__,
     }
+
+
+def read_reports(file: Path) -> dict[str, tuple[SizingReport, ...]]:
+    """Return reports by model, then by rank; none where there is no such file, or one that cannot be read: it can be made
+    again."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return {name: tuple(_report(report) for report in ranks) for name, ranks in content.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def write_reports(file: Path, reports: Mapping[str, Sequence[SizingReport]]) -> None:
+    """Write what `read_reports` reads."""
+    content = {name: [asdict(report) for report in ranks] for name, ranks in reports.items()}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _report(content: Mapping[str, Any]) -> SizingReport:
+    """Raises KeyError, TypeError for what is no report."""
+    training = content["training"]
+    return SizingReport(
+        **{
+            **content,
+            "forward": _phase(content["forward"]),
+            "training": None if training is None else _phase(training),
+        }
+    )
+
+
+def _phase(found: Mapping[str, Any]) -> PhaseReport:
+    probes = tuple(MemoryProbe(**probe) for probe in found["probes"])
+    return PhaseReport(**{**found, "model": MemoryModel(**found["model"]), "probes": probes})

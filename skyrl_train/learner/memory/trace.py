@@ -7,7 +7,8 @@ saves what it saves, while nothing is computed or allocated. `CountingMeter` add
     parameters, buffers --stand-ins of the same shapes--> the learner's own pass --meter--> what it adds, by section
 
 Of a sharded model the pass is traced as if its parameters were whole, in the type in which they are gathered; what ranks
-gather and sum on the way comes on top, counted. Of the tiles of logits, which all take the same, a few are formed.
+gather and sum on the way comes on top, counted (`share.py`). Of the tiles of logits, which all take the same, a few are
+formed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.memory.fit import IN_BACKWARD, IN_EMBEDDING, IN_HEAD, IN_LAYER, PassPeaks
 from skyrl_train.learner.memory.meter import CountingMeter
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model import decoder_layers
 from skyrl_train.model.parallel import expert_modules, tiles_for_trace
 from skyrl_train.model.sizes import ParameterCounts
@@ -107,11 +109,10 @@ class StepTrace:
         gradients = _gradient_bytes(engine) if training else 0
         if not engine.strategy.sharded:
             return self.held_bytes + gradients
-        counts = count_parameters(engine)
-        exchanged = counts.exchanged(
-            compute_bytes=engine.passes.dtype.itemsize, num_shards=engine.strategy.num_shards, training=training
+        share = DeviceShare(
+            sharded=True, num_shards=engine.strategy.num_shards, compute_bytes=engine.passes.dtype.itemsize
         )
-        return self.held_bytes + gradients + sum(exchanged.values())
+        return self.held_bytes + gradients + sum(share.exchanged(count_parameters(engine), training=training).values())
 
 
 @dataclass
@@ -140,7 +141,7 @@ def _sections(engine: SizedEngine, meter: CountingMeter) -> Iterator[_Sections]:
     def at_gradient(tensor: Any, ended: str, begun: str) -> None:
         def cut(_: Tensor) -> None:
             found.end(ended)
-            last.append(begun)
+            last.append(begun)  # and is the last section, unless another begins
 
         if tensor.requires_grad:
             tensor.register_hook(cut)
@@ -168,6 +169,7 @@ def _sections(engine: SizedEngine, meter: CountingMeter) -> Iterator[_Sections]:
 @contextmanager
 def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
     """Yields the stand-ins, which the engine and its model have in place of their parameters and buffers meanwhile."""
+    # Constants that a model keeps beside its parameters and buffers are real.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     named = _stand_ins(engine, mode)
     own: dict[str, Any] = {name: named[name] for name in engine.parameters}
@@ -181,7 +183,7 @@ def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
         _reparametrize_module(engine.model, named),
         _hooks_of_shards_off(engine.model),
         _nothing_packed(),
-        torch.compiler.set_stance("force_eager"),
+        torch.compiler.set_stance("force_eager"),  # compiled layers are traced as they are written
         warnings.catch_warnings(),
         engine.traced(own, computing),
     ):
@@ -192,6 +194,7 @@ def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
 def _stand_ins(engine: SizedEngine, mode: FakeTensorMode) -> dict[str, Tensor]:
     """By name; tied parameters are one. Those of a sharded model are whole and have the type in which they are gathered."""
     model, device = engine.model, engine.passes.device
+    # Of a plan the learner is on the meta device, whose tensors have no storage that could be counted.
     device = torch.device("cpu") if device.type == "meta" else device
     gathered = engine.passes.dtype if engine.strategy.sharded else None
     made: dict[int, Tensor] = {}
@@ -200,7 +203,7 @@ def _stand_ins(engine: SizedEngine, mode: FakeTensorMode) -> dict[str, Tensor]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]:
-        if id(tensor) not in made:
+        if id(tensor) not in made:  # a tied parameter stays one, or it and its gradient would count twice
             is_parameter = isinstance(tensor, nn.Parameter)
             casts = gathered is not None and is_parameter and tensor.dtype == torch.float32
             with mode:

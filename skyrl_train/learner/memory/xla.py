@@ -64,6 +64,7 @@ class CompiledProbe:
         stats = compiled.memory_analysis()
         if stats is None:
             raise SkyrlTrainError("this back end of JAX does not tell what a compiled function takes (memory_analysis)")
+        # An output that aliases an argument is there once.
         peak = (
             stats.argument_size_in_bytes
             + stats.output_size_in_bytes
@@ -106,6 +107,7 @@ class CompiledModel:
         require_jax()
         import jax
 
+        # They are arguments of the function, and their gradients results of it: both would count twice.
         parameters = self._shapes()
         size = sum(math.prod(each.shape) * 4 for each in jax.tree.leaves(parameters))
         function = jax.value_and_grad(self._loss) if training else self._logprobs
@@ -119,7 +121,7 @@ class CompiledModel:
     def _shapes(self) -> dict[str, Any]:
         import jax
 
-        facts, layers = self.model, self.model.num_layers
+        facts, layers = self.model, self.model.num_layers  # stacked, as a scan over layers takes them
         sizes = {
             "query": (facts.hidden_size, facts.query_size),
             "key": (facts.hidden_size, facts.kv_size),
@@ -141,6 +143,7 @@ class CompiledModel:
         import jax
 
         layers = {name: value for name, value in parameters.items() if name not in ("embedding", "norm", "head")}
+        # A scan compiles one layer, however many there are, and keeps what each needs for its backward pass.
         layer = jax.checkpoint(self._layer) if self.checkpointing else self._layer
         hidden, _ = jax.lax.scan(
             lambda carried, each: (layer(carried, each), None), parameters["embedding"][tokens], layers
@@ -177,6 +180,7 @@ class CompiledModel:
         hidden = self._hidden(parameters, tokens)[:, :-1]
         states, targets = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
 
+        # Of whole logits, as the learner's head never forms them either, most of the memory would be.
         def tile(part: tuple[Any, Any]) -> tuple[Any, Any]:
             state, target = part
             log_p = jax.nn.log_softmax(self._product(state, head.T).astype("float32"))
@@ -232,6 +236,7 @@ def _attention(query: Any, key: Any, value: Any) -> Any:
     length, repeats = query.shape[1], query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(each, repeats, axis=2) for each in (key, value))
 
+    # Query by query: a fused kernel holds a block of scores, and computes it anew for the backward pass.
     def of_query(part: tuple[Any, Any]) -> Any:
         states, position = part
         scores = jnp.einsum("rhd,rkhd->rhk", states, key) / query.shape[-1] ** 0.5

@@ -118,15 +118,6 @@ class ParameterCounts:
         parts = {name: -(-count // tensor_ranks) for name, count in vars(self).items()}
         return replace(self, **parts)
 
-    def exchanged(self, *, compute_bytes: int, num_shards: int, training: bool) -> dict[str, int]:
-        """Return what a sharded model's pass holds beside its shards and its activations, in bytes by kind: what is outside
-        of its layers, gathered, and two layers, the one at work and the next; and the gradient of the layer before, in
-        float32 as it is summed over ranks, with its shard of the sum."""
-        found = {"gathered parameters": compute_bytes * (self.root + 2 * self.block)}
-        if training and self.trained == self.total:
-            found["gradients in flight"] = 4 * self.block + 4 * -(-self.block // num_shards)
-        return found
-
     def with_more(self, deeper: ParameterCounts, share: float) -> ParameterCounts:
         """Return counts on the line from this model to a `deeper` one: 1 is there, more is beyond."""
         grow = ("total", "trained", "experts", "trained_experts")
@@ -320,11 +311,11 @@ def remembered_file(kind: str, key: object) -> Path:
 
 
 def source_stamps(folders: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return by what files of these folders of the package are told from those of another version of it."""
+    """Return by what the files below these folders of the package are told from those of another version of it."""
     return [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for folder in folders
-        for file in sorted((Path(next(iter(skyrl_train.__path__))) / folder).glob("*.py"))
+        for file in sorted((Path(next(iter(skyrl_train.__path__))) / folder).rglob("*.py"))
     ]
 
 

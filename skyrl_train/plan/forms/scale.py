@@ -28,7 +28,7 @@ _FITS = 0.9
 """Of a device's memory; the rest is an allocator's, and kernels'."""
 _ENGINE_SHARE = 0.8
 """Of a device's memory, for an engine."""
-_ENGINE_OVERHEAD_BYTES = 2_000_000_000
+ENGINE_OVERHEAD_BYTES = 2_000_000_000
 """What one engine takes beside weights, keys and values: activations of a prefill, and captured graphs."""
 _DECODE_OVERHEAD_S = 2e-3
 """Of a step of decoding beside what is read: kernels that start, sampling. Stated, not measured."""
@@ -371,7 +371,7 @@ def _moved_bytes(
 
 def engine_room(device: Device, share: float = _ENGINE_SHARE) -> float:
     """Return the bytes of one GPU that an engine with this share of it has for weights, keys and values."""
-    return share * device.memory_bytes - _ENGINE_OVERHEAD_BYTES
+    return share * device.memory_bytes - ENGINE_OVERHEAD_BYTES
 
 
 def devices_per_engine(

@@ -6,7 +6,7 @@
     GPUs of an engine  --rollout_s-->    seconds of the rollouts
 
 Serially a step is rollouts, moves between device and host where they share, updates and the weight sync. With
-`trainer.max_staleness` engines and learner compute at once (`plan/pipeline.py`, for rollouts that take equally long).
+`trainer.max_staleness` engines and learner compute at once (`plan/time.py`, for rollouts that take equally long).
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""Memory in a plan: what each model's passes hold on one device, by kind, and the largest micro-batch that fits.
+"""Memory in a plan: what each model's passes hold on one device, by kind, the largest micro-batch that fits, and what a node
+keeps in its own memory.
 
 Reads configs of models, no weights. What passes take is predicted by `learner/memory/predict.py`, which traces the
-run's own step once and remembers it; no torch is imported after that.
+run's own step once and remembers it; no torch is imported after that. In a node's memory are copies of what models and
+sleeping engines hold while others have their devices, copies from which checkpoints are written, and state that never leaves
+the host: for a model of 32 billion parameters on eight GPUs over a terabyte. Python, Ray and environments are not counted.
 """
 
 from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,19 +21,22 @@ from typing import TYPE_CHECKING
 from skyrl_train.config import Config
 from skyrl_train.config.derived import LearnerSettings, ScheduleLength, layout_of, run_models
 from skyrl_train.config.models import STATE_BUCKET_BYTES, OptimizerConfig, mesh_sizes
-from skyrl_train.config.placement import Role, leaves_devices, shares_devices
-from skyrl_train.errors import MemoryLimitError, ModelError, Violation, three_digits
+from skyrl_train.config.placement import Layout, Role, leaves_devices, shares_devices
+from skyrl_train.errors import MemoryLimitError, ModelError, Violation, byte_size, three_digits
 from skyrl_train.learner.memory import DeviceShare, Effort, Phase, PredictedPasses
 from skyrl_train.model.sizes import meta_model, model_sizes, of_depth, read_architecture
 from skyrl_train.parts import OPTIMIZERS
 from skyrl_train.plan.forms.scale import Device
-from skyrl_train.plan.memory.host_memory import HostMemory, host_lines, plan_host_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from skyrl_train.learner.memory import Probed
 
+_GPUS_PER_NODE = 8
+"""Of a node, where the placement binds nothing to one."""
+_MARGIN = 0.9
+"""Of a node's memory that these may take: the rest is for processes, the object store and files that are read."""
 _PROCESS_BYTES = 550_000_000
 """Of a run's process on a CPU without a model: Python, PyTorch and transformers, measured on Linux."""
 _ALL = 1 << 60
@@ -63,6 +70,36 @@ class PassMemory:
     @property
     def peak_bytes(self) -> int:
         return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What one node keeps in its memory at most."""
+
+    owners: Mapping[str, int]
+    """Bytes by what they are."""
+    node_bytes: int
+    """The memory of a node; 0 where it is not known."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.owners.values())
+
+    def violations(self) -> tuple[Violation, ...]:
+        """Return that it does not fit, where the memory of a node is known."""
+        if not self.node_bytes or self.num_bytes <= _MARGIN * self.node_bytes:
+            return ()
+        parts = ", ".join(f"{name} {byte_size(count)}" for name, count in self.owners.items())
+        return (
+            Violation(
+                field="placement.host_memory_gb",
+                rule=f"a node must hold what the run keeps in its memory, {byte_size(self.num_bytes)} and a tenth beside "
+                f"it: {parts}",
+                value=f"{self.node_bytes / 1e9:g}",
+                remedy="more nodes, trainer.background_checkpoints=false, models and engines on devices of their own "
+                "(placement.colocate_all=false), or model.lora.rank=32",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +437,7 @@ def _pass(predicted: PredictedPasses, role: str, phase: Phase, limit_bytes: int,
     longest = predicted.longest
     try:
         if one_row:
-            budget = longest * predicted.fits_one_row(phase, limit_bytes)
+            budget = longest * (predicted.estimate(phase, 1).peak_bytes <= limit_bytes)
         else:
             budget = predicted.token_budget(phase, limit_bytes)
     except MemoryLimitError:
@@ -472,3 +509,52 @@ def _engine_share(config: Config) -> float:
         and config.platform.name != "cpu"
     )
     return config.generator.vllm.gpu_memory_utilization if shares else 0.0
+
+
+def host_lines(memory: HostMemory) -> Iterator[str]:
+    """Yield the lines of a terminal."""
+    for name, count in memory.owners.items():
+        yield f"{byte_size(count):>9}  {name}"
+    there = f"of {byte_size(memory.node_bytes)}" if memory.node_bytes else "placement.host_memory_gb=G checks it"
+    yield f"{byte_size(memory.num_bytes):>9}  in all ({there})"
+
+
+def plan_host_memory(config: Config, models: Mapping[Role, PredictedPasses], layout: Layout) -> HostMemory:
+    """Reckon the node that keeps most, against `placement.host_memory_gb`. `models`: what predicts their passes, by role."""
+    found = [dict(_owners(config, models, seats)) for seats in _seats_by_node(layout).values()]
+    owners = max(found, key=lambda one: sum(one.values()), default={})
+    return HostMemory(owners=owners, node_bytes=int(config.placement.host_memory_gb * 1e9))
+
+
+def _seats_by_node(layout: Layout) -> dict[int, Counter[str]]:
+    """By node, how many seats each role has on it."""
+    nodes: dict[int, Counter[str]] = {}
+    for role, (group, places) in layout.seats.items():
+        for place in places:
+            node = layout.groups[group][place].node
+            nodes.setdefault(place // _GPUS_PER_NODE if node is None else node, Counter())[role] += 1
+    return nodes
+
+
+def _owners(
+    config: Config, models: Mapping[Role, PredictedPasses], seats: Mapping[str, int]
+) -> Iterator[tuple[str, int]]:
+    shared = leaves_devices(config.placement, config.generator, config.platform)
+    for role, model in models.items():
+        ranks = seats.get(role, 0)
+        trained = role != "reference"
+        state = model.share.state_bytes + 4 if trained else 0
+        on_a_rank = model.counts.trained // max(1, model.share.num_shards)  # of a model that is cut, one rank's part
+        if ranks and shared:
+            yield f"{role}, while others have its devices", ranks * model.resident_bytes("scoring")
+        if ranks and model.share.cpu_offload and trained:
+            yield f"{role}, by strategy.cpu_offload", ranks * on_a_rank * (state + 4)
+        if ranks and model.state_in_host_bytes:
+            yield f"{role}, optimizer state by strategy.cpu_offload", ranks * model.state_in_host_bytes
+        if ranks and trained and config.trainer.background_checkpoints:
+            yield f"{role}, copy that a checkpoint is written from", ranks * on_a_rank * state
+    engines = seats.get("engine", 0)
+    if engines and shared and config.generator.has_own_devices:
+        weight_bytes = 2 if config.model.dtype == "bfloat16" else 4
+        policy = models["policy"]
+        yield "engines asleep", engines * policy.counts.total * policy.share.tensor_ranks * weight_bytes

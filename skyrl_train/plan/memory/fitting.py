@@ -19,6 +19,7 @@ from skyrl_train.config.placement import count_engines, shares_devices
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory import Effort
 from skyrl_train.model.sizes import model_sizes
+from skyrl_train.plan.forms.scale import ENGINE_OVERHEAD_BYTES
 from skyrl_train.plan.memory.device import CONTEXT_BYTES, plan_memory, predicted_passes
 
 C = TypeVar("C", Config, SFTConfig, AnyConfig)
@@ -26,8 +27,6 @@ C = TypeVar("C", Config, SFTConfig, AnyConfig)
 Announce = Callable[[str], object]
 WANTED = 16_384
 """Positions of a micro-batch from which on a larger one is hardly faster."""
-ENGINE_OVERHEAD_BYTES = 2_000_000_000
-"""What one engine takes beside weights, keys and values: activations of a prefill, and captured graphs."""
 _CONTEXT_KEPT = 0.5
 """Share of the longest context that an engine has room for in each of its sequences, which begin and end at other times."""
 

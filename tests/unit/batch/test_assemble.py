@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from skyrl_train.batch.assembly import assemble
-from skyrl_train.batch.steps.staleness import ages_in
+from skyrl_train.batch.steps.minibatch import ages_in
 from skyrl_train.errors import BatchError
 from skyrl_train.runs import assembly_settings
 from skyrl_train.types import Trajectory, Turn

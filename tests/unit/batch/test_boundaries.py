@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.boundaries import (
-    compute_prompt_boundaries,
-    compute_prompt_end_indices,
-    compute_prompt_mini_batch_boundaries,
-)
+from skyrl_train.batch.assembly import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
 from skyrl_train.errors import BatchError
+
+
+def of_each_prompt(uids):
+    return compute_prompt_mini_batch_boundaries(uids, 1)
 
 
 def test_end_indices_and_boundaries():
     assert compute_prompt_end_indices(["a", "a", "b"]) == [2, 3]
-    assert compute_prompt_boundaries(["a", "a", "b"]) == [(0, 2), (2, 3)]
+    assert of_each_prompt(["a", "a", "b"]) == [(0, 2), (2, 3)]
     assert compute_prompt_end_indices(["a"]) == [1]
 
 
@@ -31,7 +31,7 @@ def test_rows_per_trajectory_are_counted_where_they_are_fixed():
         compute_prompt_mini_batch_boundaries(["a", "a", "b"], 1, 2, False, 2)
 
 
-@pytest.mark.parametrize("compute", [compute_prompt_end_indices, compute_prompt_boundaries])
+@pytest.mark.parametrize("compute", [compute_prompt_end_indices, of_each_prompt])
 def test_no_uids(compute):
     with pytest.raises(BatchError, match=r"at least one row"):
         compute([])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.planner.documents import document_steps, reduction_schedule
-from skyrl_train.batch.planner.microbatch import training_limit
+from skyrl_train.batch.planner.forwards import training_limit
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.runs import assembly_settings

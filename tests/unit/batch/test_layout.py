@@ -23,8 +23,7 @@ from skyrl_train.batch.layouts.layout import (
     spread_to_rows,
 )
 from skyrl_train.batch.layouts.prefix_tree import Segment, hosts_of, merge_counts, prefix_order, tree_segments
-from skyrl_train.batch.planner.forwards import fixed, token_budget
-from skyrl_train.batch.planner.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.planner.forwards import fixed, make_micro_batch_strategy, token_budget
 from skyrl_train.batch.planner.rows import Forward, RowFacts, facts_of
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.config import TrainerConfig

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.batch.planner.microbatch import MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.batch.planner.forwards import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.training_batch import batch_of_lengths
 
 LENGTHS = [4, 9, 2, 7, 3, 12]

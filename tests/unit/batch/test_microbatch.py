@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.batch.planner.microbatch import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
+from skyrl_train.batch.planner.forwards import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
 from skyrl_train.batch.planner.rows import Forward, RowFacts
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError

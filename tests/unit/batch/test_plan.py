@@ -187,7 +187,7 @@ def test_all_violations_are_raised_at_once():
 
 
 def test_a_plan_is_made_without_torch():
-    modules = "plan.batch_plan", "plan.report", "batch.planner.microbatch", "batch.steps.schedule"
+    modules = "plan.batch_plan", "plan.report", "batch.planner.forwards", "batch.steps.schedule"
     imported = ", ".join(f"skyrl_train.{module}" for module in modules)
     code = f"import sys, {imported}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

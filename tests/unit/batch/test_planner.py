@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.layouts.layout import make_layout
-from skyrl_train.batch.planner.microbatch import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
+from skyrl_train.batch.planner.forwards import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
 from skyrl_train.batch.planner.rows import Forward, RowFacts
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config import Config, TrainerConfig

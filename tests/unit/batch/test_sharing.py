@@ -12,7 +12,7 @@ from skyrl_train.batch.layouts.cost import CostModel
 from skyrl_train.batch.layouts.layout import make_layout, packed_layout, shared_layout
 from skyrl_train.batch.planner.balance import balance_groups, shard_rows
 from skyrl_train.batch.planner.rows import RowFacts, facts_of
-from skyrl_train.batch.steps.staging import Together, computed_together, stage
+from skyrl_train.batch.steps.minibatch import Together, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from tests.support.layout_cases import Row, batch_of_rows, tree_batch
 

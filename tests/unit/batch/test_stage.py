@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.batch.steps.minibatch import close_mini_batch
-from skyrl_train.batch.steps.staging import stage, stage_chunks
+from skyrl_train.batch.steps.minibatch import close_mini_batch, stage
 from skyrl_train.errors import BatchError
 from tests.support.batch_builders import make_batch
 
@@ -17,13 +16,14 @@ def rows_of_lengths(*lengths):
 
 
 def test_every_mini_batch_is_padded_on_its_own():
-    staged = stage_chunks(rows_of_lengths(2, 3, 4, 5, 6), [(0, 3), (3, 5)], 2)
+    batch = rows_of_lengths(2, 3, 4, 5, 6)
+    staged = [stage(batch.slice(start, stop), 2) for start, stop in ((0, 3), (3, 5))]
     assert [part.num_dummy_rows for part in staged] == [1, 0]
     assert [[shard.num_rows for shard in part.shards] for part in staged] == [[2, 2], [1, 1]]
 
 
 def test_dummy_rows_are_the_shortest_legal_rows_and_no_copies():
-    (staged,) = stage_chunks(rows_of_lengths(9, 9, 9), [(0, 3)], 2)
+    staged = stage(rows_of_lengths(9, 9, 9), 2)
     dummies = [shard.take(shard["is_padding"].nonzero()[:, 0]) for shard in staged.shards]
     assert sorted(dummy.num_tokens for dummy in dummies) == [0, 2]
     assert not any(dummy["loss_mask"].any() for dummy in dummies)

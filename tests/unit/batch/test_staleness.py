@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_train.batch.steps.staleness import Ages, ages_in, behind_updates, check_staleness, token_ages
+from skyrl_train.batch.steps.minibatch import Ages, ages_in, behind_updates, check_staleness, token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
 from tests.support.batch_builders import make_batch

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.planner.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.planner.forwards import make_micro_batch_strategy
 from skyrl_train.batch.planner.splits import (
     balance_longest_first,
     computed_tokens,

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_train.batch.boundaries import token_positions
-from skyrl_train.batch.steps.staging import restore_rows
-from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch
+from skyrl_train.batch.steps.minibatch import restore_rows
+from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch, token_positions
 from skyrl_train.errors import BatchError
 from tests.support.batch_builders import make_batch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skyrl_train.learner.memory.predict import DeviceShare
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model.sizes import ParameterCounts
 
 COUNTS = ParameterCounts(

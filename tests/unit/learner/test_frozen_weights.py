@@ -20,7 +20,8 @@ from skyrl_train.config.placement import Role
 from skyrl_train.config.rules import quantization
 from skyrl_train.distributed import Sharded
 from skyrl_train.inference import EngineSettings, build_hf_engine, load_for_engine
-from skyrl_train.learner.memory.predict import DeviceShare, Effort
+from skyrl_train.learner.memory.predict import Effort
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model import load_tokenizer, quiet_transformers
 from skyrl_train.model.lora import is_adapter, merged_weights
 from skyrl_train.model.sizes import ParameterCounts

@@ -13,7 +13,8 @@ from skyrl_train.config import Config
 from skyrl_train.config.models import CriticConfig, StrategyConfig
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory import predict
-from skyrl_train.learner.memory.predict import DeviceShare, Effort, PredictedPasses
+from skyrl_train.learner.memory.predict import Effort, PredictedPasses
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model.sizes import ParameterCounts
 from skyrl_train.plan.memory import head_violations, models_of, peak_on_cpu, plan_memory
 from tests.support.learner_cases import save_tiny_model
@@ -188,7 +189,8 @@ def test_a_step_that_holds_more_than_its_passes_is_the_peak(tmp_path: Path) -> N
     assert "optimizer state" not in in_pass.kinds
     assert in_step.moment == "in the optimizer's step"
     assert in_step.peak_bytes == 16 * parameters > in_pass.peak_bytes
-    assert not passes.fits_one_row("training", in_step.peak_bytes - 1)
+    with pytest.raises(MemoryLimitError, match="one row of"):
+        passes.token_budget("training", in_step.peak_bytes - 1)
 
 
 def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:

@@ -15,8 +15,7 @@ from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory.meter import CountingMeter
 from skyrl_train.learner.memory.probe import Prober, lengths_to_probe
-from skyrl_train.learner.memory.report import SizingReport, read_reports, write_reports
-from skyrl_train.learner.memory.sizing import SizingLimits, size_all
+from skyrl_train.learner.memory.sizing import SizingLimits, SizingReport, read_reports, size_all, write_reports
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer
 from skyrl_train.learner.policy import PolicyLearner
 from tests.support.layout_cases import close, flat_gradient

@@ -14,8 +14,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.learner.memory.probe import Prober
-from skyrl_train.learner.memory.report import SizingReport, read_reports
-from skyrl_train.learner.memory.sizing import SizingLimits, make_meter, size_run
+from skyrl_train.learner.memory.sizing import SizingLimits, SizingReport, make_meter, read_reports, size_run
 from skyrl_train.learner.memory.sizing import size_micro_batches as size_alone
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.reference import BaseOfAdapter

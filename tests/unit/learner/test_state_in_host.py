@@ -15,7 +15,7 @@ from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.learner import optimizer as optimizers
 from skyrl_train.learner.memory.meter import CountingMeter
-from skyrl_train.learner.memory.predict import DeviceShare
+from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.learner.memory.trace import count_parameters
 from skyrl_train.learner.optimizer import optimizer_tensors, step_from_host
 from skyrl_train.learner.policy import PolicyLearner

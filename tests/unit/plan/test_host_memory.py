@@ -14,8 +14,7 @@ from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyC
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.memory import Effort
 from skyrl_train.model.sizes import model_sizes
-from skyrl_train.plan.memory.device import models_of
-from skyrl_train.plan.memory.host_memory import HostMemory, host_lines, plan_host_memory
+from skyrl_train.plan.memory.device import HostMemory, host_lines, models_of, plan_host_memory
 from skyrl_train.runs.cli import place
 from skyrl_train.system import host_bytes, local_devices
 from tests.support.auto_placement_cases import gpu_config, gpus, sized_model

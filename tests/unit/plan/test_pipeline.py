@@ -14,7 +14,7 @@ from scripts.studies.simulated_engines import (
 )
 from scripts.studies.simulation import LearnerRates, Schedule, SimulatedGroup, simulate
 from skyrl_train.plan.forms.scale import EngineRates
-from skyrl_train.plan.pipeline import PhaseTimes, measured_phases, pipeline_lines
+from skyrl_train.plan.time import PhaseTimes, measured_phases, pipeline_lines
 
 GROUPS = 8
 TIMES = PhaseTimes(rollouts_s=(8.0,), engine_s=0.5, learner_s=0.8, sync_s=0.2)
