@@ -1,7 +1,7 @@
 """Sources of supervised data to examples: read, rendered, tokenised once, masked, and cut to length.
 
 rows --conversations.py--> messages or text --loss_spans.py--> text and what the assistant wrote
-     --tokenizer--> token ids and loss mask --token_cache.py--> TokenStore --over_long--> ExampleSet
+     --tokenizer--> token ids and loss mask --token_store.py--> TokenStore --over_long--> ExampleSet
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ import numpy as np
 from skyrl_train.config.data import ImagesConfig
 from skyrl_train.data.conversations import Content, Conversation, PlainText, RowFormat, read_content
 from skyrl_train.data.rows import BY_NAME, Row, Source, find_sources, read_rows
-from skyrl_train.data.sft import token_cache
 from skyrl_train.data.sft.loss_spans import LossOn, LossSpans, Rendered, trained_messages
-from skyrl_train.data.sft.token_store import ExampleSet, PlacedReference, SourcePart, TokenStore, store_of
+from skyrl_train.data.sft.token_store import (
+    FORMAT,
+    ExampleSet,
+    PlacedReference,
+    SourcePart,
+    TokenStore,
+    cached,
+    digest_of_file,
+    store_of,
+)
 from skyrl_train.data.sources.images import ImageReading, references_in, with_references
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, expanded, find_spans
@@ -35,7 +43,6 @@ Progress = Callable[[str, int], None]
 
 _ROWS_AT_ONCE = 512
 """Rows that the tokenizer gets together: it works on them in parallel."""
-_READ_BYTES = 1 << 20
 _IMAGES = ImagesConfig()
 
 
@@ -87,7 +94,7 @@ def load_examples(
         over_long: Cut a longer one, leave it out, or refuse it. Whatever is cut or left out is counted.
         reader: How a source is read, as `data.reader`.
         limit: Read only so many rows, from the first source on; 0 is all.
-        cache_folder: Of `token_cache`; None tokenises in memory.
+        cache_folder: Of `cached`; None tokenises in memory.
         image_settings: As `data.images`.
         images: How images are read, where the model reads any; its rows are tokenised in memory.
 
@@ -100,7 +107,7 @@ def load_examples(
         encoder = _Encoder(tokenizer, form, image_settings, images)
         store = _tokenised(source, encoder, left, cache_folder if images is None else None, on_progress)
         stores.append((source.name, store))
-        if limit and (left := left - store.num_examples) <= 0:
+        if limit and (left := left - len(store.lengths)) <= 0:
             break
     return _cut_to_length(stores, max_length, over_long, None if images is None else images.read)
 
@@ -121,7 +128,7 @@ def _tokenised(
         return replace(store, images=tuple(encoder.placed) if any(encoder.placed) else ())
     key = cache_key(source, encoder.tokenizer, encoder.form, limit)
     try:
-        return token_cache.cached(cache_folder, key, make)
+        return cached(cache_folder, key, make)
     except OSError as error:
         raise DataError(
             f"{source.location}: its tokens cannot be kept in {cache_folder} ({error}). "
@@ -134,8 +141,8 @@ def cache_key(source: Source, tokenizer: Tokenizer, form: ExampleFormat, limit: 
     tokenise.
     """
     parts = [
-        str(token_cache.FORMAT),
-        _digest_of_file(Path(source.location)) if source.is_file else _digest_of_rows(source, limit),
+        str(FORMAT),
+        digest_of_file(Path(source.location), "sha256") if source.is_file else _digest_of_rows(source, limit),
         _digest_of_tokenizer(tokenizer),
         json.dumps(asdict(form), sort_keys=True, default=str),
         str(limit),
@@ -311,7 +318,7 @@ def _cut_to_length(
     parts, digest = [], hashlib.sha256(f"{max_length} {over_long}".encode())
     truncated = dropped = without_loss = longest = 0
     for name, store in stores:
-        lengths = np.diff(store.offsets)
+        lengths = store.lengths
         too_long = np.flatnonzero(lengths > max_length)
         longest = max(longest, int(lengths.max(initial=0)))
         if over_long == "error" and len(too_long):
@@ -360,14 +367,6 @@ def _cut_to_length(
 def _has_loss(store: TokenStore, row: int, max_length: int) -> bool:
     start = int(store.offsets[row])
     return bool(store.loss_mask[start : start + max_length].any())
-
-
-def _digest_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _digest_of_rows(source: Source, limit: int) -> str:
