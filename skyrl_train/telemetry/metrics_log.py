@@ -24,9 +24,6 @@ metrics/non_finite | count | Values of the record that were NaN or infinite, whi
     where there are any
 """
 
-NON_FINITE = "metrics/non_finite"
-"""Values of the line that were not finite and became null; absent where there were none."""
-
 
 class MetricsLog:
     """Appends to `metrics.jsonl`. Implements Tracker."""
@@ -71,7 +68,7 @@ def _line(metrics: Mapping[str, float], step: int) -> bytes:
     }
     non_finite = sum(value is None for value in record.values())
     if non_finite:
-        record[NON_FINITE] = non_finite
+        record["metrics/non_finite"] = non_finite
     record["step"] = step
     return (json.dumps(record, sort_keys=True, allow_nan=False) + "\n").encode()
 

@@ -67,12 +67,10 @@ class RunFolder:
 
     root: Path
 
-    config_file = _Inside("config.yaml")
-    plan_file = _Inside("plan.json")
-    environment_file = _Inside("environment.json")
-    fork_file = _Inside("fork.json")
-    memory_file = _Inside("memory.json")
-    restarts_file = _Inside("restarts.jsonl")
+    complete_file = _Inside("complete.json")
+    checkpoints = _Inside("checkpoints")
+    capsules = _Inside("capsules")
+    best = _Inside("best")
     metrics_file = _Inside("metrics.jsonl")
     rollouts = _Inside("rollouts")
     images = _Inside("images")
@@ -82,17 +80,19 @@ class RunFolder:
     learning_curve_file = _Inside("learning_curve.png")
     timeline_file = _Inside("timeline.jsonl")
     timeline_image = _Inside("timeline.png")
-    profiles = _Inside("profiles")
-    checkpoints = _Inside("checkpoints")
-    capsules = _Inside("capsules")
-    best = _Inside("best")
     export = _Inside("export")
-    origin = _Inside("origin")
+    profiles = _Inside("profiles")
     tensorboard = _Inside("tensorboard")
     wandb = _Inside("wandb")
     trackio = _Inside("trackio")
     mlflow = _Inside("mlflow")
-    complete_file = _Inside("complete.json")
+    config_file = _Inside("config.yaml")
+    plan_file = _Inside("plan.json")
+    environment_file = _Inside("environment.json")
+    fork_file = _Inside("fork.json")
+    memory_file = _Inside("memory.json")
+    restarts_file = _Inside("restarts.jsonl")
+    origin = _Inside("origin")
 
     def create(self, *, private: bool = False) -> None:
         """Makes the folder, `private` for its owner alone where it is new. Raises SkyrlTrainError where that is impossible,
@@ -108,47 +108,15 @@ class RunFolder:
         if not os.access(self.root, os.W_OK | os.X_OK):
             raise SkyrlTrainError(f"output_dir={self.root} is not writable. Choose another with output_dir=...")
 
-    def _files(self) -> tuple[Path, ...]:
-        """Return all that a run writes, beginning with what marks it as finished."""
-        return (
-            self.complete_file,
-            self.checkpoints,
-            self.capsules,
-            self.best,
-            self.metrics_file,
-            self.rollouts,
-            self.images,
-            self.journal,
-            self.samples,
-            self.evaluation_file,
-            self.learning_curve_file,
-            self.timeline_file,
-            self.timeline_image,
-            self.export,
-            self.profiles,
-            self.tensorboard,
-            self.wandb,
-            self.trackio,
-            self.mlflow,
-            self.config_file,
-            self.plan_file,
-            self.environment_file,
-            self.fork_file,
-            self.memory_file,
-            self.restarts_file,
-        )
+    def _files(self) -> list[Path]:
+        """Return all that a run writes, beginning with what marks it as finished; the checkpoint it began at is none."""
+        names = [each.name for each in vars(RunFolder).values() if isinstance(each, _Inside)]
+        return [self.root / name for name in names if name != "origin"]
 
     def holds_a_run(self) -> bool:
         """True where a run left results: a step's metrics, a rollout, an answer or a checkpoint."""
-        results = (
-            self.metrics_file,
-            self.rollouts,
-            self.journal,
-            self.samples,
-            self.checkpoints,
-            self.evaluation_file,
-        )
-        return any(path.stat().st_size > 0 if path.is_file() else _has_entries(path) for path in results)
+        results = (self.metrics_file, self.rollouts, self.journal, self.samples, self.checkpoints, self.evaluation_file)
+        return any(path.stat().st_size if path.is_file() else path.is_dir() and any(path.iterdir()) for path in results)
 
     def record(self, *, is_same_run: bool) -> dict[str, bytes]:
         """Returns metrics, evaluations and origin as they are now, by the names of their files, for a run that goes on from
@@ -178,7 +146,7 @@ class RunFolder:
         later = [folder for folder in self.checkpoints.glob("step_*") if _step_of(folder) > step]
         return self._move_to_previous(later) if later else None
 
-    def _move_to_previous(self, paths: tuple[Path, ...] | list[Path]) -> Path:
+    def _move_to_previous(self, paths: Sequence[Path]) -> Path:
         number = 1
         while (target := self.root / f"previous-{number}").exists():
             number += 1
@@ -260,10 +228,6 @@ def _amount(path: Path) -> int:
         return sum(1 for _ in path.iterdir()) if path.is_dir() else path.stat().st_size
     except OSError:
         return 0
-
-
-def _has_entries(folder: Path) -> bool:
-    return folder.is_dir() and next(folder.iterdir(), None) is not None
 
 
 def _step_of(folder: Path) -> int:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from skyrl_train.errors import SkyrlTrainError, counted
 from skyrl_train.system import install_command
+from skyrl_train.system.files import write_atomically
 from skyrl_train.telemetry.logs.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.types import ChatMessage, RolloutBatch, Trajectory
@@ -86,16 +87,13 @@ class Trackers:
         try:
             call(*args, **named)
         except Exception as error:  # a view's own failures are of every kind; none may stop training
-            self._note_loss(view, at_step, error)
-
-    def _note_loss(self, name: str, step: int, error: Exception) -> None:
-        if name not in self._lost:
-            self._console.warn(
-                f"tracker {name} failed at step {step} ({type(error).__name__}: {error}); training goes on, "
-                "metrics.jsonl is complete"
-            )
-        if step not in self._lost.setdefault(name, []):
-            self._lost[name].append(step)
+            if view not in self._lost:
+                self._console.warn(
+                    f"tracker {view} failed at step {at_step} ({type(error).__name__}: {error}); training goes on, "
+                    "metrics.jsonl is complete"
+                )
+            if at_step not in self._lost.setdefault(view, []):
+                self._lost[view].append(at_step)
 
 
 class ConsoleTracker:
@@ -139,6 +137,13 @@ class TensorboardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def kept_name(file: Path, new: str) -> str:
+    """Return the name of a run that a file holds, `new` where there is none: a resumed run continues its curves."""
+    if not file.exists():
+        write_atomically(file, f"{new}\n".encode())
+    return file.read_text(encoding="utf-8").strip()
 
 
 def sample_rows(rollouts: RolloutBatch, most: int) -> list[SampleRow]:

@@ -21,7 +21,7 @@ from skyrl_train.system import in_time, install_command
 from skyrl_train.system.files import write_atomically
 from skyrl_train.telemetry.declared import declaration_of
 from skyrl_train.telemetry.logs.console import RunConsole
-from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, SampleRow
+from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, SampleRow, kept_name
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
@@ -55,12 +55,10 @@ class TrackioTracker:
         def start() -> tuple[Any, Any]:
             import trackio
 
-            path = folder / "run_name"
-            if not path.exists():  # Trackio knows a run by its name, which several folders may have
-                write_atomically(path, f"{run_name}-{uuid.uuid4().hex[:6]}\n".encode())
             run = trackio.init(
                 project=settings.project,
-                name=path.read_text(encoding="utf-8").strip(),
+                # Trackio knows a run by its name, which several folders may have.
+                name=kept_name(folder / "run_name", f"{run_name}-{uuid.uuid4().hex[:6]}"),
                 group=settings.group,
                 space_id=settings.space,
                 config=dict(config),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import netrc
 import os
-import subprocess
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,10 +20,9 @@ from urllib.parse import urlsplit
 from skyrl_train.config import WandbConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system import in_time
-from skyrl_train.system.files import write_atomically
 from skyrl_train.telemetry.logs.console import RunConsole
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, SampleRow
+from skyrl_train.telemetry.run_folder import RunFolder, git_commit
+from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, SampleRow, kept_name
 
 PROBE_TIMEOUT_S = 4.0
 """For the server to answer anything at all, where the mode is left to us."""
@@ -34,7 +32,6 @@ INIT_TIMEOUT_S = 30.0
 """For the server to start the run where `tracker.wandb.mode=online`."""
 FINISH_TIMEOUT_S = 60.0
 """Upload at the end; what is left is in the folder for `wandb sync`."""
-GIT_TIMEOUT_S = 10.0
 _TEARDOWN_TIMEOUT_S = 5.0
 _NOT_SERVED = frozenset({403, 407, 500, 502, 503, 504})
 """HTTP statuses of proxies, portals and servers that are down."""
@@ -72,7 +69,8 @@ class WandbTracker:
             raise SkyrlTrainError("tracker.wandb needs wandb. Install it, or leave wandb out of tracker=...") from error
         self.num_samples, self._wandb = settings.samples, wandb
         if settings.git:
-            config = {**config, "git": git_state(Path.cwd())}
+            commit, dirty, _ = git_commit(Path.cwd()).partition("-dirty")
+            config = {**config, "git": {"commit": commit, "is_changed": bool(dirty)} if commit else {}}
         mode = choose_mode(settings.mode, os.environ)
         is_auto = settings.mode == "auto" and mode == "online"
         start = partial(_start, wandb, settings, folder, run_name=run_name, config=config)
@@ -115,19 +113,6 @@ class WandbTracker:
     def close(self) -> None:
         """Upload what is left. Raises DeadlineError where that hangs."""
         in_time(self._run.finish, what="wandb's upload", timeout_s=FINISH_TIMEOUT_S + _TEARDOWN_TIMEOUT_S)
-
-
-def git_state(folder: Path) -> dict[str, str | bool]:
-    """The commit that a folder is at and whether its files differ from it; nothing where it is not in a repository."""
-
-    def ask(*command: str) -> str:
-        asked = ["git", "-C", str(folder), *command]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S).stdout.strip()
-
-    try:
-        return {"commit": ask("rev-parse", "HEAD"), "is_changed": bool(ask("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return {}
 
 
 def choose_mode(mode: str, environ: Mapping[str, str]) -> Mode:
@@ -194,7 +179,7 @@ def _start(
         group=settings.group,
         notes=settings.notes or None,
         name=run_name,
-        id=_run_id(folder),
+        id=kept_name(folder.wandb / _RUN_ID, uuid.uuid4().hex[:12]),
         resume="allow",
         dir=str(folder.root),
         mode=mode,
@@ -211,13 +196,3 @@ def _start(
             x_disable_meta=True,
         ),
     )
-
-
-def _run_id(folder: RunFolder) -> str:
-    """The same id for as long as the run folder lives, so that a resumed run continues its curves."""
-    path = folder.wandb / _RUN_ID
-    if path.exists():
-        return path.read_text().strip()
-    run_id = uuid.uuid4().hex[:12]
-    write_atomically(path, f"{run_id}\n".encode())
-    return run_id
