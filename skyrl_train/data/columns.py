@@ -17,7 +17,7 @@ from skyrl_train.system.files import parse_json, shown
 from skyrl_train.types import ChatMessage
 
 PROMPT = "prompt"
-_PROMPTS = (PROMPT, "question", "problem", "query")
+PROMPTS = (PROMPT, "question", "problem", "query")
 """Columns that hold the prompt where `data.prompt_column` is not set, the first that a row has."""
 _ANSWERS = ("reward_model.ground_truth", "answer", "ground_truth", "solution", "completion")
 """Columns that hold the answer where `data.answer_column` is not set: verl's, GSM8K's and their like, TRL's."""
@@ -47,7 +47,7 @@ def look_up(values: Mapping[str, Any], path: str) -> Any:
 
 def prompt_column(values: Mapping[str, Any], columns: PromptColumns) -> str | None:
     """Return the name of the column with the prompt; None where the row has none."""
-    names = _PROMPTS if columns.prompt_column == PROMPT else (columns.prompt_column,)
+    names = PROMPTS if columns.prompt_column == PROMPT else (columns.prompt_column,)
     return next((name for name in names if look_up(values, name) is not None), None)
 
 
@@ -70,8 +70,8 @@ def answer_columns(row: Row, columns: PromptColumns) -> dict[str, Any]:
             )
         return {}
     answer = look_up(row.values, name)
-    if name == "completion" or (own and isinstance(answer, (list, tuple)) and answer):
-        answer = _last_text(answer, row.place, name)
+    if not isinstance(answer, str) and (name == "completion" or (own and isinstance(answer, (list, tuple)) and answer)):
+        answer = str(chat_messages(answer, row.place, name)[-1]["content"])
     found: dict[str, Any] = {} if "answer" in row.values and not own else {"answer": answer}
     for column in ("reward_spec", "reward_model"):
         given = row.values.get(column)
@@ -154,11 +154,6 @@ def _text(content: object, place: str, name: str) -> str | list[dict[str, str]] 
         texts.append(text)
         parts.append({"type": "text", "text": text})
     return "".join(texts) if len(texts) == len(parts) else parts
-
-
-def _last_text(completion: object, place: str, column: str) -> str:
-    """Return the text of a completion: a text, or messages of which the last is the answer."""
-    return completion if isinstance(completion, str) else str(chat_messages(completion, place, column)[-1]["content"])
 
 
 def tools_of(row: Row) -> tuple[Mapping[str, Any], ...]:

@@ -242,16 +242,9 @@ class PromptSource:
     ) -> None:
         """Raises ConfigError where there are fewer prompts than a batch holds."""
         if len(prompts) < batch_size:
-            raise ConfigError(
-                [
-                    Violation(
-                        field="trainer.train_batch_size",
-                        rule=f"must be at most the number of prompts, {len(prompts)}",
-                        value=str(batch_size),
-                        remedy=f"Try trainer.train_batch_size={max(len(prompts), 1)}, or give more data",
-                    )
-                ]
-            )
+            rule = f"must be at most the number of prompts, {len(prompts)}"
+            remedy = f"Try trainer.train_batch_size={max(len(prompts), 1)}, or give more data"
+            raise ConfigError([Violation.of("trainer.train_batch_size", batch_size, rule, remedy)])
         self._prompts = list(prompts)
         self._batch_size = batch_size
         self._shuffle = shuffle

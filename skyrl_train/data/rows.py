@@ -161,10 +161,8 @@ def _find_builtin(spec: str) -> Source:
     assets = Path(str(importlib.resources.files("skyrl_train.data.assets")))
     path = assets / f"{name}.jsonl"
     if not path.is_file():
-        known = sorted(file.relative_to(assets).with_suffix("").as_posix() for file in assets.glob("*/*.jsonl"))
-        raise DataError(
-            f"{spec}: the package has no such data. It has {', '.join(BUILTIN + other for other in known)}."
-        )
+        known = sorted(f"{BUILTIN}{file.parent.name}/{file.stem}" for file in assets.glob("*/*.jsonl"))
+        raise DataError(f"{spec}: the package has no such data. It has {', '.join(known)}.")
     return Source(name=name, location=str(path), reader="jsonl")
 
 
@@ -189,23 +187,19 @@ def read_jsonl(location: str) -> Iterator[Row]:
     """The reader `jsonl`: a file with one JSON object a line; rows stand at their lines."""
     with open(location, encoding="utf-8") as file:
         index = 0
-        lines = enumerate(file, start=1)
-        while True:
-            try:
-                number, line = next(lines)
-            except StopIteration:
-                return
-            except UnicodeDecodeError as error:
-                raise DataError(f"{location}: not UTF-8 text ({error}). Convert the file to UTF-8.") from error
-            if not line.strip():
-                continue
-            place = f"{location}, line {number}"
-            try:
-                values = parse_json(line.rstrip())
-            except ValueError as error:
-                raise DataError(f"{place}: {error}. Write one JSON object a line.") from error
-            yield Row(source=location, index=index, place=place, values=values)
-            index += 1
+        try:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                place = f"{location}, line {number}"
+                try:
+                    values = parse_json(line.rstrip())
+                except ValueError as error:
+                    raise DataError(f"{place}: {error}. Write one JSON object a line.") from error
+                yield Row(source=location, index=index, place=place, values=values)
+                index += 1
+        except UnicodeDecodeError as error:
+            raise DataError(f"{location}: not UTF-8 text ({error}). Convert the file to UTF-8.") from error
 
 
 def read_json(location: str) -> Iterator[Any]:

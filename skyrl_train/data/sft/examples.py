@@ -20,7 +20,7 @@ import numpy as np
 from skyrl_train.config.data import ImagesConfig
 from skyrl_train.data.conversations import Content, Conversation, PlainText, RowFormat, read_content
 from skyrl_train.data.rows import BY_NAME, Row, Source, find_sources, read_rows
-from skyrl_train.data.sft.loss_spans import LossOn, LossSpans, Rendered, trained_messages
+from skyrl_train.data.sft.loss_spans import LossOn, LossSpans, Rendered, Span, trained_messages
 from skyrl_train.data.sft.token_store import (
     FORMAT,
     ExampleSet,
@@ -104,7 +104,7 @@ def load_examples(
     stores: list[tuple[str, TokenStore]] = []
     left = limit
     for source in find_sources(specs, reader):
-        encoder = _Encoder(tokenizer, form, image_settings, images)
+        encoder = Encoder(tokenizer, form, image_settings, images)
         store = _tokenised(source, encoder, left, cache_folder if images is None else None, on_progress)
         stores.append((source.name, store))
         if limit and (left := left - len(store.lengths)) <= 0:
@@ -114,7 +114,7 @@ def load_examples(
 
 def _tokenised(
     source: Source,
-    encoder: _Encoder,
+    encoder: Encoder,
     limit: int,
     cache_folder: Path | None,
     on_progress: Progress | None,
@@ -151,17 +151,7 @@ def cache_key(source: Source, tokenizer: Tokenizer, form: ExampleFormat, limit: 
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def tokenise(
-    rows: Iterator[Row],
-    tokenizer: Tokenizer,
-    form: ExampleFormat,
-    on_progress: Progress | None = None,
-) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Yield token ids and loss mask of each row, in order. Raises DataError naming the row."""
-    yield from _Encoder(tokenizer, form, _IMAGES, None).tokenise(rows, on_progress)
-
-
-class _Encoder:
+class Encoder:
     """Rows to tokens with one tokenizer and one format.
 
     A text is tokenised in pieces, cut where the assistant begins to write: just as it is when the model is asked and
@@ -170,7 +160,11 @@ class _Encoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, form: ExampleFormat, settings: ImagesConfig, images: ImageReading | None
+        self,
+        tokenizer: Tokenizer,
+        form: ExampleFormat,
+        settings: ImagesConfig = _IMAGES,
+        images: ImageReading | None = None,
     ) -> None:
         self.tokenizer, self.form = tokenizer, form
         self.placed: list[tuple[PlacedReference, ...]] = []
@@ -182,6 +176,7 @@ class _Encoder:
     def tokenise(
         self, rows: Iterator[Row], on_progress: Progress | None = None
     ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        """Yield token ids and loss mask of each row, in order. Raises DataError naming the row."""
         done = 0
         while group := list(islice(rows, _ROWS_AT_ONCE)):
             yield from self.encode(group)
@@ -193,12 +188,11 @@ class _Encoder:
         rows = [with_references(row, self._image_settings) for row in rows]
         contents = [read_content(row, self.form.rows) for row in rows]
         texts = [self._rendered(content, row.place) for row, content in zip(rows, contents)]
-        token_ids = self._tokenise([piece for text in texts for piece in _pieces(text)])
-        position = 0
-        for row, content, text in zip(rows, contents, texts):
-            stop = position + len(_pieces(text))
-            ids, mask = _join(token_ids[position:stop])
-            position = stop
+        cuts = [_cuts(text) for text in texts]
+        pieces = [(text.text, span) for text, spans in zip(texts, cuts) for span in spans]
+        token_ids = iter(self._tokenise(pieces))
+        for row, content, spans in zip(rows, contents, cuts):
+            ids, mask = _join(list(islice(token_ids, len(spans))))
             if isinstance(content, PlainText):
                 ids, mask = self._ended(ids, mask)
             else:
@@ -242,13 +236,14 @@ class _Encoder:
             self._spans = LossSpans(self.tokenizer, self.form.template_kwargs, self._images)
         return self._spans.render(content, trained_messages(content, self.form.loss_on, place), place)
 
-    def _tokenise(self, pieces: Sequence[_Piece]) -> list[list[int]]:
-        """Return the token ids of each piece, without any that the tokenizer adds."""
+    def _tokenise(self, pieces: Sequence[tuple[str, Span]]) -> list[list[int]]:
+        """Return the token ids of each piece of a text, without any that the tokenizer adds."""
         guard, guard_id = self._guard
-        texts = [piece.text if piece.opens else guard + piece.text for piece in pieces]
+        texts = [f"{guard if start else ''}{text[start:stop]}" for text, (start, stop) in pieces]
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        skip = [0 if piece.opens or guard_id is None else 1 for piece in pieces]
-        return [list(ids[first:]) for ids, first in zip(encoded, skip)]
+        return [
+            list(ids[1 if start and guard_id is not None else 0 :]) for ids, (_, (start, _)) in zip(encoded, pieces)
+        ]
 
     def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
         """Put plain text between the tokens that begin and end one."""
@@ -258,31 +253,18 @@ class _Encoder:
         return (ids, mask) if eos is None else ([*ids, int(eos)], [*mask, True])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A part of a text that is tokenised by itself."""
-
-    text: str
-    opens: bool
-    """The text begins with it."""
-
-
-def _pieces(rendered: Rendered) -> list[_Piece]:
-    """Return what stands before the first span; then for each span three pieces: with what follows it, alone, what
-    follows.
-    """
-    text, spans = rendered.text, rendered.spans
-    pieces = [_Piece(text=text[: spans[0][0]], opens=True)]
-    for (start, stop), end in zip(spans, [*(start for start, _ in spans[1:]), len(text)]):
-        pieces += [
-            _Piece(text=text[first:last], opens=first == 0)
-            for first, last in ((start, end), (start, stop), (stop, end))
-        ]
-    return pieces
+def _cuts(rendered: Rendered) -> list[Span]:
+    """Return the pieces that are tokenised by themselves: what stands before the first span; then for each span three: with
+    what follows it, alone, what follows."""
+    spans = rendered.spans
+    cuts = [(0, spans[0][0])]
+    for (start, stop), end in zip(spans, [*(start for start, _ in spans[1:]), len(rendered.text)]):
+        cuts += [(start, end), (start, stop), (stop, end)]
+    return cuts
 
 
 def _join(pieces: Sequence[list[int]]) -> tuple[list[int], list[bool]]:
-    """Return token ids and mask from the tokens of `_pieces`.
+    """Return token ids and mask from the tokens of `_cuts`.
 
     A span is tokenised together with what follows it, as templates mean it (a token such as `<|end|>` may take the
     newline after it along), unless that would join the span's last token with something else.

@@ -25,6 +25,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from skyrl_train.data.mix import next_slots
 from skyrl_train.errors import DataError, counted
 from skyrl_train.registry import PartSpec, did_you_mean, part_name, split_spec
 from skyrl_train.system import derive_seed
@@ -218,15 +219,6 @@ def _tasks(specs: Sequence[PartSpec]) -> list[_Task]:
     return found
 
 
-def _turns(weights: Sequence[float], count: int) -> list[int]:
-    """Return which task gives each of `count` rows: the one that is furthest behind its weight."""
-    taken, turns = [0] * len(weights), list[int]()
-    for _ in range(count):
-        turns.append(min(range(len(weights)), key=lambda index: (taken[index] + 0.5) / weights[index]))
-        taken[turns[-1]] += 1
-    return turns
-
-
 def _rows(
     task: _Task, count: int, split: str, seed: int, seen: set[str], repeated: Counter[str]
 ) -> Iterator[dict[str, Any]]:
@@ -294,7 +286,7 @@ def _make(asked: Mapping[str, Any]) -> dict[str, Any]:
     tasks, seen, repeated = _tasks(asked["tasks"]), set[str](), Counter[str]()
     made: dict[str, Any] = {"repeated": repeated}
     for split, size in asked["sizes"].items():
-        turns = _turns([task.weight for task in tasks], size)
+        turns = next_slots([task.weight for task in tasks], [0] * len(tasks), size)
         rows = [
             _rows(task, turns.count(number), split, asked["seed"], seen, repeated) for number, task in enumerate(tasks)
         ]
