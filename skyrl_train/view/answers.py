@@ -19,16 +19,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from skyrl_train.errors import DeadlineError, SkyrlTrainError, counted
 from skyrl_train.view import records
-from skyrl_train.view.filters import Arguments, Endpoint, NotThereError, chosen_run
+from skyrl_train.view.filters import Arguments, Endpoint, NotThereError, RunEndpoint, chosen_run
 from skyrl_train.view.pictures import Picture, read_picture
 from skyrl_train.view.rollout_answers import RolloutAnswers
 from skyrl_train.view.rollouts import RolloutIndex
-from skyrl_train.view.sources import Run
-from skyrl_train.view.tails import Tail, end_of, new_lines
+from skyrl_train.view.sources import Run, read_object
+from skyrl_train.view.tails import Tail, end_of, new_lines, objects_in, records_in
 
 Json = dict[str, Any]
 
@@ -40,13 +41,16 @@ class Answers:
         self._runs = {run.id: run for run in runs}
         self._index, self._version = index, version
         self._metrics = {run.id: Tail(run.folder.metrics_file) for run in runs}
-        self.endpoints: Mapping[str, Endpoint] = {
-            "runs": self._list_runs,
+        of_run: Mapping[str, RunEndpoint] = {
             "metrics": self._show_metrics,
             "overview": self._overview,
-            "diff": self._diff,
             "tail": self._tail,
-            **RolloutAnswers(self._runs, index).endpoints,
+            **RolloutAnswers(index).endpoints,
+        }
+        self.endpoints: Mapping[str, Endpoint] = {
+            "runs": self._list_runs,
+            "diff": self._diff,
+            **{name: partial(self._of_run, endpoint) for name, endpoint in of_run.items()},
         }
         """What can be asked, by name."""
 
@@ -74,6 +78,10 @@ class Answers:
             raise NotThereError(f"run={run} is not one of {', '.join(self._runs)}")
         return read_picture(self._runs[run], name)
 
+    def _of_run(self, endpoint: RunEndpoint, arguments: Arguments, problems: list[str]) -> Json:
+        run = chosen_run(self._runs, arguments)
+        return {"run": run.id} | endpoint(run, arguments, problems)
+
     def _list_runs(self, arguments: Arguments, problems: list[str]) -> Json:
         del arguments
         described = [run.describe() for run in self._runs.values()]
@@ -83,35 +91,31 @@ class Answers:
     def _lines(self, run: Run, problems: list[str]) -> list[Json]:
         """Return the records of metrics; of other trainers' runs, what their rollouts say of each step."""
         if run.kind != "skyrl":
-            return self._imported_metrics(run, problems)
+            problems += self._index.refresh(run)
+            sql = """SELECT step, avg(reward) AS "reward/mean", stddev_pop(reward) AS "reward/std",
+                min(reward) AS "reward/min", max(reward) AS "reward/max", count(*) AS "total/trajectories"
+                FROM trajectories WHERE run = ? GROUP BY step ORDER BY step"""
+            return self._index.rows(sql, [run.id])
         tail = self._metrics[run.id]
         tail.refresh()
         if tail.torn:
             problems.append(f"{tail.path}: {counted(tail.torn, 'line')} are no records of a step; they are left out")
         return tail.records
 
-    def _imported_metrics(self, run: Run, problems: list[str]) -> list[Json]:
-        problems += self._index.refresh(run)
-        sql = """SELECT step, avg(reward) AS "reward/mean", stddev_pop(reward) AS "reward/std", min(reward) AS "reward/min",
-            max(reward) AS "reward/max", count(*) AS "total/trajectories" FROM trajectories WHERE run = ? GROUP BY step"""
-        return self._index.rows(f"{sql} ORDER BY step", [run.id])
-
-    def _show_metrics(self, arguments: Arguments, problems: list[str]) -> Json:
-        run = chosen_run(self._runs, arguments)
+    def _show_metrics(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         names = [name for name in arguments.text("names").split(",") if name]
         most = arguments.count("max_points", 2000, most=20_000)
         series = records.metric_series(self._lines(run, problems), names, max(2, most))
-        return {"run": run.id, **series, "offset": self._metrics[run.id].position}
+        return {**series, "offset": self._metrics[run.id].position}
 
-    def _overview(self, arguments: Arguments, problems: list[str]) -> Json:
-        run = chosen_run(self._runs, arguments)
+    def _overview(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
+        del arguments
         lines = self._lines(run, problems)
         steps = records.step_table(run, lines)
         timeline = Tail(run.folder.timeline_file)
         timeline.refresh()
-        plan = records.read_object(run.folder.plan_file, problems)
+        plan = read_object(run.folder.plan_file, problems)
         names = sorted({name for line in lines for name in line})
-        log = run.root / "run.log"
         return {
             "run": run.describe(),
             "steps": steps,
@@ -124,12 +128,12 @@ class Answers:
             "plan": records.plan_beside(plan, lines),
             "config": list(map(list, records.flat_config(run, problems).items())),
             "environment": records.environment_of(run, problems),
-            "restarts": records.json_lines(run.folder.restarts_file),
-            "fork": records.read_object(run.folder.fork_file, problems) or None,
+            "restarts": objects_in(new_lines(run.folder.restarts_file, "0")[0]),
+            "fork": read_object(run.folder.fork_file, problems) or None,
             "offsets": {
                 "metrics": self._metrics[run.id].position,
                 "timeline": timeline.position,
-                "log": end_of(log),
+                "log": end_of(run.root / "run.log"),
             },
         }
 
@@ -146,9 +150,8 @@ class Answers:
         shown = rows if arguments.text("all") == "1" else [row for row in rows if row["differs"]]
         return {"runs": runs, "rows": shown, "num_equal": sum(not row["differs"] for row in rows)}
 
-    def _tail(self, arguments: Arguments, problems: list[str]) -> Json:
+    def _tail(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         del problems
-        run = chosen_run(self._runs, arguments)
         paths = {
             "metrics": run.folder.metrics_file,
             "timeline": run.folder.timeline_file,
@@ -167,8 +170,8 @@ class Answers:
         described = run.describe()
         return {
             "run": described,
-            "metrics": [records.numbers_of(record) for record in _objects(lines["metrics"])],
-            "timeline": records.timeline_lines(_objects(lines["timeline"]), last=len(lines["timeline"]) or 1),
+            "metrics": list(map(records.numbers_of, records_in(lines["metrics"]))),
+            "timeline": records.timeline_lines(records_in(lines["timeline"]), last=len(lines["timeline"]) or 1),
             "log": lines["log"],
             "offsets": offsets,
             "rollout_files": described["num_rollout_files"],
@@ -195,15 +198,3 @@ def _finite(value: object) -> object:
 
 def _names_in(parts: Any) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
-
-
-def _objects(lines: Sequence[str]) -> list[Json]:
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            found.append(record)
-    return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.view import records
-from skyrl_train.view.filters import Arguments, Endpoint, Filters, NotThereError, chosen_run, in_order
+from skyrl_train.view.filters import Arguments, Filters, NotThereError, RunEndpoint, in_order
 from skyrl_train.view.rollouts import QueryError, RolloutIndex
 from skyrl_train.view.sources import Run
 from skyrl_train.view.tails import log_warnings
@@ -25,16 +25,12 @@ _SOLVED_REWARD = 1.0
 
 
 class RolloutAnswers:
-    """Answers about the rollouts of some runs."""
+    """Answers about the rollouts of a run."""
 
-    def __init__(self, runs: Mapping[str, Run], index: RolloutIndex) -> None:
-        self._runs, self._index = runs, index
+    def __init__(self, index: RolloutIndex) -> None:
+        self._index = index
         self._decoders: dict[str, Decode | None] = {}
-
-    @property
-    def endpoints(self) -> Mapping[str, Endpoint]:
-        """What can be asked, by name."""
-        return {
+        self.endpoints: Mapping[str, RunEndpoint] = {
             "facets": self._facets,
             "trajectories": self._trajectories,
             "groups": self._groups,
@@ -43,6 +39,7 @@ class RolloutAnswers:
             "trajectory": self._trajectory,
             "failures": self._failures,
         }
+        """What can be asked, by name."""
 
     def _filtered(self, run: Run, arguments: Arguments, problems: list[str]) -> tuple[str, list[object]]:
         """Return a condition on the table `trajectories`, with its parameters."""
@@ -71,8 +68,8 @@ class RolloutAnswers:
             rows = self._index.rows(sql.replace("{where}", where), parameters)
         return rows, round(time.perf_counter() - began, 4)
 
-    def _facets(self, arguments: Arguments, problems: list[str]) -> Json:
-        run = chosen_run(self._runs, arguments)
+    def _facets(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
+        del arguments
         facets = {
             "environments": "environment",
             "datasets": "dataset",
@@ -94,28 +91,17 @@ class RolloutAnswers:
             )
             for name in facets
         }
-        return {"run": run.id, **row, **by_count}
+        return {**row, **by_count}
 
-    def _trajectories(self, arguments: Arguments, problems: list[str]) -> Json:
-        run = chosen_run(self._runs, arguments)
-        order = in_order(arguments, _SORTS, "step", "uid, sample")
-        limit, offset = arguments.count("limit", 50, most=500), arguments.count("offset", 0)
-        sql = f"""SELECT {_ROW}, count(*) OVER () AS total FROM trajectories WHERE {{where}}
-            ORDER BY {order} LIMIT {limit} OFFSET {offset}"""
-        rows, seconds = self._asked(run, arguments, problems, sql)
-        total = rows[0]["total"] if rows else 0
-        if not rows and offset:
-            total = self._asked(run, arguments, problems, "SELECT count(*) AS n FROM trajectories WHERE {where}")[0][0][
-                "n"
-            ]
-        for row in rows:
-            del row["total"]
-        return {"run": run.id, "total": total, "offset": offset, "limit": limit, "seconds": seconds, "rows": rows}
+    def _trajectories(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
+        sql = f"SELECT {_ROW}, count(*) OVER () AS total FROM trajectories WHERE {{where}}"
+        page = self._page(run, arguments, problems, sql, in_order(arguments, _SORTS, "step", "uid, sample"))
+        if not page["rows"] and page["offset"]:
+            counted, _ = self._asked(run, arguments, problems, "SELECT count(*) AS n FROM trajectories WHERE {where}")
+            page["total"] = counted[0]["n"]
+        return page
 
-    def _groups(self, arguments: Arguments, problems: list[str]) -> Json:
-        run = chosen_run(self._runs, arguments)
-        order = in_order(arguments, _GROUP_SORTS, "spread", "step DESC, uid")
-        limit, offset = arguments.count("limit", 50, most=500), arguments.count("offset", 0)
+    def _groups(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         sample = (
             '{"sample": sample, "reward": reward, "outcome": outcome, "failure_kind": failure_kind, "tokens": tokens, '
             '"num_turns": num_turns, "dataset": dataset, "stop_reason": stop_reason}'
@@ -125,16 +111,18 @@ class RolloutAnswers:
             avg(reward) AS reward_mean, min(reward) AS reward_min, max(reward) AS reward_max,
             stddev_pop(reward) AS reward_std, max(reward) - min(reward) AS spread,
             list({sample} ORDER BY sample) AS samples, count(*) OVER () AS total
-            FROM trajectories WHERE {{where}} GROUP BY purpose, step, uid
-            ORDER BY {order} LIMIT {limit} OFFSET {offset}"""
-        rows, seconds = self._asked(run, arguments, problems, sql)
-        total = rows[0]["total"] if rows else 0
-        for row in rows:
-            del row["total"]
-        return {"run": run.id, "total": total, "offset": offset, "limit": limit, "seconds": seconds, "rows": rows}
+            FROM trajectories WHERE {{where}} GROUP BY purpose, step, uid"""
+        return self._page(run, arguments, problems, sql, in_order(arguments, _GROUP_SORTS, "spread", "step DESC, uid"))
 
-    def _turns(self, arguments: Arguments, problems: list[str], *, of_one: bool) -> tuple[Run, list[Json]]:
-        run = chosen_run(self._runs, arguments)
+    def _page(self, run: Run, arguments: Arguments, problems: list[str], sql: str, order: str) -> Json:
+        """Return some rows of a query whose column `total` counts all."""
+        limit, offset = arguments.count("limit", 50, most=500), arguments.count("offset", 0)
+        sql = f"{sql} ORDER BY {order} LIMIT {limit} OFFSET {offset}"
+        rows, seconds = self._asked(run, arguments, problems, sql)
+        total = max((row.pop("total") for row in rows), default=0)
+        return {"total": total, "offset": offset, "limit": limit, "seconds": seconds, "rows": rows}
+
+    def _turns(self, run: Run, arguments: Arguments, problems: list[str], *, of_one: bool) -> list[Json]:
         problems += self._index.refresh(run)
         purpose, uid, step = arguments.text("purpose") or "train", arguments.text("uid"), arguments.whole("step")
         sample = arguments.whole("sample") if of_one else None
@@ -144,16 +132,16 @@ class RolloutAnswers:
         if not rows:
             name = f"{uid}/{sample}" if of_one else uid
             raise NotThereError(f"{name} is not in {purpose} step {step} of {run.id}")
-        return run, rows
+        return rows
 
-    def _group(self, arguments: Arguments, problems: list[str]) -> Json:
-        run, rows = self._turns(arguments, problems, of_one=False)
+    def _group(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
+        rows = self._turns(run, arguments, problems, of_one=False)
         whole = describe_trajectory(run, [row for row in rows if row["sample"] == rows[0]["sample"]], None, None)
-        names = ("run", "purpose", "step", "uid", "environment", "prompt", "extras")
+        names = ("purpose", "step", "uid", "environment", "prompt", "extras")
         return {name: whole[name] for name in names} | {"samples": describe_samples(rows)}
 
-    def _prompt(self, arguments: Arguments, problems: list[str]) -> Json:
-        run, uid, purpose = chosen_run(self._runs, arguments), arguments.text("uid"), arguments.text("purpose")
+    def _prompt(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
+        uid, purpose = arguments.text("uid"), arguments.text("purpose")
         problems += self._index.refresh(run)
         sql = f"""SELECT purpose, step, count(*) AS num_samples, count(failure_kind) AS num_failed,
             avg(CASE WHEN failure_kind IS NULL THEN coalesce(solved >= 0.5, reward >= {_SOLVED_REWARD})::INT END)
@@ -172,7 +160,6 @@ class RolloutAnswers:
         except QueryError as error:
             problems.append(str(error))
         return {
-            "run": run.id,
             "uid": uid,
             "prompt": describe_trajectory(run, turns[:1], None, None)["prompt"] if turns else [],
             "environment": environments[0],
@@ -180,8 +167,8 @@ class RolloutAnswers:
             "solved_means": "metrics.solved" if stated else f"reward >= {_SOLVED_REWARD:g}",
         }
 
-    def _trajectory(self, arguments: Arguments, problems: list[str]) -> Json:
-        run, rows = self._turns(arguments, problems, of_one=True)
+    def _trajectory(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
+        rows = self._turns(run, arguments, problems, of_one=True)
         config = records.flat_config(run, problems)
         if run.id not in self._decoders:
             self._decoders[run.id] = find_decoder(run, config)
@@ -196,8 +183,7 @@ class RolloutAnswers:
         rows = {row.pop("side"): row for row in self._index.rows(" UNION ALL ".join(sides), key + key)}
         return {name: {"run": run.id, **rows[name]} if name in rows else None for name in ("previous", "next")}
 
-    def _failures(self, arguments: Arguments, problems: list[str]) -> Json:
-        run = chosen_run(self._runs, arguments)
+    def _failures(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         sql = """SELECT failure_kind AS kind, failure_message AS message, purpose, step, uid, sample, failure_turn AS turn,
             count(*) OVER (PARTITION BY failure_kind) AS count, count(*) OVER (PARTITION BY failure_kind, step) AS in_step,
             count(*) OVER (PARTITION BY failure_kind, failure_message) AS alike,
@@ -225,7 +211,6 @@ class RolloutAnswers:
             WHERE run = ? AND purpose = 'failed' GROUP BY step ORDER BY step"""
         log, log_total = log_warnings(run.root / "run.log")
         return {
-            "run": run.id,
             "total": sum(kind["count"] for kind in kinds),
             "kinds": sorted(kinds, key=lambda kind: -kind["count"]),
             "failed_steps": self._index.rows(sql, [run.id]),

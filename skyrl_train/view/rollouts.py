@@ -18,7 +18,7 @@ from typing import Any
 from skyrl_train.errors import DeadlineError
 from skyrl_train.telemetry.records import KINDS, arrow_schema
 from skyrl_train.view.importers import Row, rows_of
-from skyrl_train.view.sources import RolloutFile, Run
+from skyrl_train.view.sources import RolloutFile, Run, first_line
 
 QUERY_TIMEOUT_S = 10.0
 _INDEX_TIMEOUT_S = 300.0
@@ -288,5 +288,4 @@ def _quoted(text: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"^[A-Z][A-Za-z ]* Error: ", "", line)
+    return re.sub(r"^[A-Z][A-Za-z ]* Error: ", "", first_line(error))

@@ -82,7 +82,7 @@ class Run:
         files = self.rollout_files()
         times = [_changed(path) for path in (self.folder.metrics_file, self.root / "run.log")]
         times += [each.stamp[2] / 1e9 for each in files]
-        planned = _object(self.folder.plan_file).get("total_steps")
+        planned = read_object(self.folder.plan_file, []).get("total_steps")
         steps = [each.step for each in files if each.purpose != "failed"]
         steps += [] if (last := _last_step(self.folder.metrics_file)) is None else [last]
         return {
@@ -173,9 +173,18 @@ def _last_step(path: Path) -> int | None:
         return None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return a JSON object from a file; an empty one where there is none."""
     try:
         content = read_json(path)
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(f"{path} cannot be read: {first_line(error)}")
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,6 +7,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,20 +59,31 @@ class Tail:
             self.inode, self.offset, self.records, self.torn = 0, 0, [], 0
             return
         self.offset += len(whole) + len(newline)
-        for line in whole.split(b"\n") if newline else ():
-            try:
-                record = parse_strict_json(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                self.records.append(record)
-            else:
-                self.torn += 1
+        lines = whole.split(b"\n") if newline else []
+        found = records_in(lines)
+        self.records += found
+        self.torn += len(lines) - len(found)
 
     @property
     def position(self) -> str:
         """Where the next line begins, for `new_lines`."""
         return f"{self.inode}-{self.offset}"
+
+
+def records_in(lines: Iterable[bytes | str]) -> list[Json]:
+    """Return the records of a step among lines of JSON."""
+    return [record for record in objects_in(lines) if type(record.get("step")) is int]
+
+
+def objects_in(lines: Iterable[bytes | str]) -> list[Json]:
+    """Return the objects among lines of JSON; what is none is left out."""
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            record = parse_strict_json(line)
+            if isinstance(record, dict):
+                found.append(record)
+    return found
 
 
 def new_lines(path: Path, position: str) -> tuple[list[str], str, bool, bool]:
@@ -118,7 +130,9 @@ def log_warnings(path: Path) -> tuple[list[Json], int]:
         with path.open("rb") as file:
             _, size = _identity(file.fileno())
             start = max(0, size - _LOG_BYTES)
-            before = sum(chunk.count(b"\n") for chunk in _chunks(file, start))
+            before = 0
+            while chunk := file.read(min(start - file.tell(), 2**20)):
+                before += chunk.count(b"\n")
             text = file.read(_LOG_BYTES).decode(errors="replace")
     except OSError:
         return [], 0
@@ -139,10 +153,3 @@ def log_warnings(path: Path) -> tuple[list[Json], int]:
 def _identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size
-
-
-def _chunks(file: Any, stop: int) -> Iterable[bytes]:
-    while (left := stop - file.tell()) > 0:
-        if not (chunk := file.read(min(left, 2**20))):
-            return
-        yield chunk
