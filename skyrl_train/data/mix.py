@@ -34,7 +34,8 @@ class MixedSource:
         batch."""
         self._weights = [weight for _, _, weight in datasets]
         self._batch_size = batch_size
-        most = [max(counts) for counts in zip(*(self._counts(position, position + 1) for position in range(64)))]
+        batches = [self.slots(position) for position in range(64)]
+        most = [max(slots.count(index) for slots in batches) for index in range(len(datasets))]
         for index, (name, prompts, _) in enumerate(datasets):
             if len(prompts) < max(most[index], 1):
                 rule = f"gives {counted(most[index], 'prompt')} of a batch to {name}, which has {len(prompts)}"
@@ -61,10 +62,6 @@ class MixedSource:
     def first_epochs(self) -> list[list[Prompt]]:
         """Return the prompts of each data set in the order of its first epoch."""
         return [source.first_epoch() for source in self._sources]
-
-    def _counts(self, start: int, stop: int) -> list[int]:
-        before, after = (self._taken(position * self._batch_size) for position in (start, stop))
-        return [late - early for early, late in zip(before, after)]
 
     def _taken(self, num_slots: int) -> list[int]:
         """Return how many of the first `num_slots` slots each data set has: each count is within a few of its share, so that

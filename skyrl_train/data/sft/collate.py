@@ -130,12 +130,12 @@ def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: i
     num_bins = min(len(lengths), -(-len(bins) // num_ranks) * num_ranks)
     if num_bins == len(bins):
         return bins
-    # More bins are needed than fit tightest: dealing the rows over all of them evens out their tokens, which a rank waits
+    # More bins are needed than fit tightest: balancing the rows over all of them evens out their tokens, which a rank waits
     # for; only where that overfills one are the tight bins kept and the fullest of them cut.
     order = np.argsort(-lengths, kind="stable")
-    dealt = [order[positions] for positions in balance_longest_first(lengths[order], num_bins)]
-    fits = max(int(lengths[rows].sum()) for rows in dealt) <= capacity
-    return dealt if fits else _cut_fullest(bins, lengths, num_bins)
+    balanced = [order[positions] for positions in balance_longest_first(lengths[order], num_bins)]
+    fits = max(int(lengths[rows].sum()) for rows in balanced) <= capacity
+    return balanced if fits else _cut_fullest(bins, lengths, num_bins)
 
 
 def _cut_fullest(bins: list[Rows], lengths: Rows, num_bins: int) -> list[Rows]:

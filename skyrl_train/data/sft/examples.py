@@ -319,7 +319,9 @@ def _cut_to_length(
                     f"{name}, row {row}: data.max_length={max_length} cuts an image off. Raise data.max_length, or set "
                     "data.over_long=drop."
                 )
-            empty = [row for row in too_long if not _has_loss(store, int(row), max_length)]
+            starts = store.offsets[too_long]
+            has_loss = [store.loss_mask[start : start + max_length].any() for start in starts.tolist()]
+            empty = too_long[~np.asarray(has_loss, dtype=bool)]
             kept[empty] = False
             without_loss += len(empty)
             truncated += len(too_long) - len(empty)
@@ -344,11 +346,6 @@ def _cut_to_length(
         longest=longest,
         sha256=digest.hexdigest(),
     )
-
-
-def _has_loss(store: TokenStore, row: int, max_length: int) -> bool:
-    start = int(store.offsets[row])
-    return bool(store.loss_mask[start : start + max_length].any())
 
 
 def _digest_of_rows(source: Source, limit: int) -> str:

@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
 """One batch takes milliseconds; a disk that is gone, or a collator in a loop, takes for ever."""
-TRAIN_THREAD = "sft-collate"
-EVAL_THREAD = "sft-collate-eval"
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +171,7 @@ class AsyncBatchCollator(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTBatch:
-    """One optimizer step's worth of examples."""
+    """The examples of an optimizer step."""
 
     step: int
     mini_batch: MiniBatch
@@ -195,7 +193,7 @@ class BatchLoader:
         self._examples = examples
         self._collate = collate
         self._position = position
-        self._worker = AsyncBatchCollator(self._prefetched, TRAIN_THREAD) if is_async else None
+        self._worker = AsyncBatchCollator(self._prefetched, "sft-collate") if is_async else None
 
     def get(self, step: int) -> SFTBatch:
         """Return the batch at the position where the last one ended.
@@ -252,7 +250,7 @@ def one_ahead(compute: Callable[[int], T], count: int, *, is_async: bool) -> Gen
     if not is_async:
         yield from map(compute, range(count))
         return
-    with AsyncBatchCollator(compute, EVAL_THREAD) as worker:
+    with AsyncBatchCollator(compute, "sft-collate-eval") as worker:
         for index in range(count):
             if not worker.has_pending():
                 worker.submit(index)

@@ -66,7 +66,7 @@ class EpochOrder:
         self.epoch = -1  # an interrupted change leaves no order rather than a mixture
         start, first = 0, 0
         for number, (size, count) in enumerate(zip(self._sizes, self._counts)):
-            self._order[start : start + count] = first + self._turns(number, size, epoch * count, count)
+            self._order[start : start + count] = first + self._rows_at(number, size, epoch * count, count)
             start, first = start + count, first + size
         if self._shuffle:
             self._order[:] = self._order[_permutation(self.num_examples, derive_seed(self._seed, "sft order", epoch))]
@@ -90,7 +90,7 @@ class EpochOrder:
         found: Ints = self._order[start - first : stop - first].copy()
         return found
 
-    def _turns(self, number: int, size: int, start: int, count: int) -> Ints:
+    def _rows_at(self, number: int, size: int, start: int, count: int) -> Ints:
         """Return the rows of source `number` at `start` to `start + count - 1` of its own endless stream."""
         cycles = range(start // size, -(-(start + count) // size)) if count else ()
         rounds = [

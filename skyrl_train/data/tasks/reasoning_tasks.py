@@ -286,11 +286,11 @@ def _make(asked: Mapping[str, Any]) -> dict[str, Any]:
     tasks, seen, repeated = _tasks(asked["tasks"]), set[str](), Counter[str]()
     made: dict[str, Any] = {"repeated": repeated}
     for split, size in asked["sizes"].items():
-        turns = next_slots([task.weight for task in tasks], [0] * len(tasks), size)
+        slots = next_slots([task.weight for task in tasks], [0] * len(tasks), size)
         rows = [
-            _rows(task, turns.count(number), split, asked["seed"], seen, repeated) for number, task in enumerate(tasks)
+            _rows(task, slots.count(number), split, asked["seed"], seen, repeated) for number, task in enumerate(tasks)
         ]
-        made[split] = [next(rows[number]) for number in turns]
+        made[split] = [next(rows[number]) for number in slots]
     return made
 
 

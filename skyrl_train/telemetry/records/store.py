@@ -32,6 +32,8 @@ from skyrl_train.telemetry.records.columns import (
     LISTS,
     METADATA,
     OF_FIRST_ROW,
+    OF_PROMPT,
+    OF_TRAJECTORY,
     SUFFIX,
     StoreFacts,
     arrow_schema,
@@ -226,14 +228,16 @@ def _row_groups(step: Mapping[str, object], pairs: Pairs, columns: FloatColumns,
     last: tuple[Prompt | None, dict[str, Any]] = (None, {})
     for index, (prompt, trajectory) in enumerate(pairs):
         if last[0] is not prompt:  # its samples come one after the other
-            last = prompt, _of_prompt(prompt)
+            last = prompt, {name: json_text(getattr(prompt, field)) for name, field in OF_PROMPT.items()}
         floats = {
             name: _checked(name, values, trajectory, to_bfloat16=facts.float_columns[name] == "bfloat16")
             for name, column in columns.items()
             if (values := column[index]) is not None
         }
         head = {**step, **_head(prompt, trajectory)}
-        first = {**last[1], **_first_row(trajectory)}
+        first = {**last[1], **{name: json_text(getattr(trajectory, name)) for name in OF_TRAJECTORY}}
+        if len(trajectory.teacher_prompt_token_ids):
+            first["teacher_prompt_token_ids"] = trajectory.teacher_prompt_token_ids
         for number, turn in enumerate(trajectory.turns):
             of_tokens = {name: values[number] for name, values in floats.items()}
             rows.append({**head, **first, **_turn_row(turn), "turn": number, **of_tokens})
@@ -261,24 +265,6 @@ def _rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
     bits = values.view(np.uint32)
     nearest = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isfinite(values), nearest.view(np.float32), values)
-
-
-def _of_prompt(prompt: Prompt) -> dict[str, Any]:
-    return {
-        "prompt": json_text(prompt.messages),
-        "extras": json_text(prompt.extras),
-        "tools": json_text(prompt.tools),
-    }
-
-
-def _first_row(trajectory: Trajectory) -> dict[str, Any]:
-    teacher = trajectory.teacher_prompt_token_ids
-    return {
-        "first_messages": json_text(trajectory.first_messages),
-        "metrics": json_text(trajectory.metrics),
-        "rewards": json_text(trajectory.rewards),
-        "teacher_prompt_token_ids": teacher if len(teacher) else None,
-    }
 
 
 def _head(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:

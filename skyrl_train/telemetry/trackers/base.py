@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_train.errors import SkyrlTrainError, counted
 from skyrl_train.system import install_command
@@ -109,6 +109,22 @@ class ConsoleTracker:
 
     def close(self) -> None:
         """The console outlives its tracker."""
+
+
+class TableTracker:
+    """What wandb and Trackio, whose words are the same, do alike. `run` is one of `library`."""
+
+    def __init__(self, library: Any, run: Any, num_samples: int) -> None:
+        self._library, self._run, self.num_samples = library, run, num_samples
+
+    def log_samples(self, rows: Sequence[SampleRow], *, step: int) -> None:
+        """Show a table of an evaluation's rollouts."""
+        data = [[row[name] for name in SAMPLE_COLUMNS] for row in rows]
+        self._run.log({"samples": self._library.Table(columns=list(SAMPLE_COLUMNS), data=data)}, step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        """Show an alert with the run, or have its user told as their settings say."""
+        self._run.alert(title=title, text=text)
 
 
 class TensorboardTracker:

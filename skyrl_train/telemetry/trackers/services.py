@@ -21,7 +21,7 @@ from skyrl_train.system import in_time, install_command
 from skyrl_train.system.files import write_atomically
 from skyrl_train.telemetry.declared import declaration_of
 from skyrl_train.telemetry.logs.console import RunConsole
-from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, SampleRow, kept_name
+from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, SampleRow, TableTracker, kept_name
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
@@ -46,7 +46,7 @@ def _started(name: str, start: Callable[[], R]) -> R:
         ) from error
 
 
-class TrackioTracker:
+class TrackioTracker(TableTracker):
     """A run in a project of Trackio, which a resumed run continues; its name is kept in `trackio/` of the run's folder."""
 
     def __init__(self, settings: TrackioConfig, folder: Path, *, run_name: str, config: Mapping[str, Any]) -> None:
@@ -69,23 +69,11 @@ class TrackioTracker:
             )
             return trackio, run
 
-        self.num_samples = settings.samples
-        self._trackio, self._run = _started("trackio", start)
+        super().__init__(*_started("trackio", start), num_samples=settings.samples)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Hand over what is finite; it is sent behind our back."""
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
-
-    def log_samples(self, rows: Sequence[SampleRow], *, step: int) -> None:
-        """A table of an evaluation's rollouts."""
-        table = self._trackio.Table(
-            columns=list(SAMPLE_COLUMNS), data=[[row[name] for name in SAMPLE_COLUMNS] for row in rows]
-        )
-        self._run.log({"samples": table}, step=step)
-
-    def alert(self, title: str, text: str) -> None:
-        """Show an alert with the run."""
-        self._run.alert(title, text)
 
     def close(self) -> None:
         """Send what is left. Raises DeadlineError where that hangs."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import netrc
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system import in_time
 from skyrl_train.telemetry.logs.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder, git_commit
-from skyrl_train.telemetry.trackers.base import SAMPLE_COLUMNS, SampleRow, kept_name
+from skyrl_train.telemetry.trackers.base import TableTracker, kept_name
 
 PROBE_TIMEOUT_S = 4.0
 """For the server to answer anything at all, where the mode is left to us."""
@@ -42,7 +42,7 @@ R = TypeVar("R")
 Mode = Literal["online", "offline", "disabled", "shared"]
 
 
-class WandbTracker:
+class WandbTracker(TableTracker):
     """A run on Weights & Biases. Implements Tracker."""
 
     def __init__(
@@ -67,7 +67,6 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise SkyrlTrainError("tracker.wandb needs wandb. Install it, or leave wandb out of tracker=...") from error
-        self.num_samples, self._wandb = settings.samples, wandb
         if settings.git:
             commit, dirty, _ = git_commit(Path.cwd()).partition("-dirty")
             config = {**config, "git": {"commit": commit, "is_changed": bool(dirty)} if commit else {}}
@@ -79,7 +78,7 @@ class WandbTracker:
                 _probe(_server(os.environ))
             timeout_s = AUTO_TIMEOUT_S if is_auto else INIT_TIMEOUT_S
             # Its own limits do not count the start of its service, nor every retry.
-            self._run = in_time(
+            run = in_time(
                 lambda: start(mode=mode, timeout_s=timeout_s), what="starting the run at wandb", timeout_s=timeout_s
             )
         except Exception as error:  # wandb raises its own kinds for keys, network and time-outs
@@ -92,23 +91,15 @@ class WandbTracker:
             mode = "offline"
             with suppress(Exception):  # its service holds the run's id until then
                 in_time(wandb.teardown, what="wandb.teardown", timeout_s=_TEARDOWN_TIMEOUT_S)
-            self._run = _offline(folder, lambda: start(mode=mode, timeout_s=INIT_TIMEOUT_S))
+            run = _offline(folder, lambda: start(mode=mode, timeout_s=INIT_TIMEOUT_S))
+        super().__init__(wandb, run, settings.samples)
         if mode == "offline":
             console.note(f"wandb: offline; upload later with `wandb sync {folder.wandb}/offline-run-*`")
         if settings.console and run_log is not None and run_log.exists():
-            self._run.save(str(run_log), base_path=str(folder.root), policy="live")
+            run.save(str(run_log), base_path=str(folder.root), policy="live")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, rows: Sequence[SampleRow], *, step: int) -> None:
-        """A table of an evaluation's rollouts."""
-        data = [[row[name] for name in SAMPLE_COLUMNS] for row in rows]
-        self._run.log({"samples": self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=data)}, step=step)
-
-    def alert(self, title: str, text: str) -> None:
-        """Have wandb tell of it as its user's settings say."""
-        self._run.alert(title=title, text=text)
 
     def close(self) -> None:
         """Upload what is left. Raises DeadlineError where that hangs."""
