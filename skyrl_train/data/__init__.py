@@ -4,8 +4,8 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.data.columns import PromptColumns, names_of, near_column
-    from skyrl_train.data.conversations import RowFormat, read_content
+    from skyrl_train.data.columns import names_of, near_column
+    from skyrl_train.data.conversations import read_content
     from skyrl_train.data.curriculum import Curriculum, SolveRates
     from skyrl_train.data.mix import MixedSource
     from skyrl_train.data.prompts import (
@@ -28,10 +28,8 @@ __all__ = [
     "BatchLoader",
     "Curriculum",
     "MixedSource",
-    "PromptColumns",
     "PromptSource",
     "Row",
-    "RowFormat",
     "SFTBatch",
     "SolveRates",
     "Source",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.config.data import DataConfig
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError
 from skyrl_train.registry import did_you_mean
@@ -25,16 +25,6 @@ _GSM8K_ANSWER = re.compile(r"-?\d+(\.\d+)?")
 _REMEDY = 'Write [{"role": "user", "content": "..."}]'
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptColumns:
-    """Which columns of a row become what of a prompt, as the settings of these names in `data` say."""
-
-    prompt_column: str = PROMPT
-    answer_column: str = ""
-    system_prompt: str = ""
-    examples: tuple[tuple[str, str], ...] = ()
-
-
 def look_up(values: Mapping[str, Any], path: str) -> Any:
     """Return the value of a column, by its whole name or with dots into nested ones; None where there is none."""
     if path in values:
@@ -45,20 +35,20 @@ def look_up(values: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def prompt_column(values: Mapping[str, Any], columns: PromptColumns) -> str | None:
+def prompt_column(values: Mapping[str, Any], data: DataConfig) -> str | None:
     """Return the name of the column with the prompt; None where the row has none."""
-    names = PROMPTS if columns.prompt_column == PROMPT else (columns.prompt_column,)
+    names = PROMPTS if data.prompt_column == PROMPT else (data.prompt_column,)
     return next((name for name in names if look_up(values, name) is not None), None)
 
 
-def answer_columns(row: Row, columns: PromptColumns) -> dict[str, Any]:
+def answer_columns(row: Row, data: DataConfig) -> dict[str, Any]:
     """Return the columns that rewards and environments find the answer in: `answer`, as the row has it, and the ground truth
     under `reward_spec` (skyrl-gym's environments) and `reward_model` (verl's, and skyrl-gym's `aime`).
 
     Without `data.answer_column`, a row with a `reward_spec` of its own has all that it needs, and one without any column of
     a known name has no answer: both get none. Raises DataError where the stated column is not there.
     """
-    own = columns.answer_column
+    own = data.answer_column
     if not own and "reward_spec" in row.values:
         return {}
     name = next((each for each in ((own,) if own else _ANSWERS) if look_up(row.values, each) not in (None, "")), None)
