@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import mimetypes
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -136,13 +136,13 @@ def static_file(static: Path, name: str) -> Path | None:
         return None
 
 
-def serve(app: Starlette, *, port: int, announce: Callable[[int], None], hosts: Sequence[str] = ("127.0.0.1",)) -> None:
+def serve(app: Starlette, *, port: int, announce: Callable[[int], None]) -> None:
     """Answer until the process is told to end. `announce` is told the port, a free one where `port` is 0."""
     import uvicorn
 
     config = uvicorn.Config(
         app,
-        host=hosts[0],
+        host="127.0.0.1",
         port=port,
         log_level="warning",
         access_log=False,  # addresses have the token

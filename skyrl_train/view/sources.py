@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,8 +81,10 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """Return what a list of runs says of it."""
         files = self.rollout_files()
-        times = [_changed(path) for path in (self.folder.metrics_file, self.root / "run.log")]
-        times += [each.stamp[2] / 1e9 for each in files]
+        times = [each.stamp[2] / 1e9 for each in files]
+        for path in (self.folder.metrics_file, self.root / "run.log"):
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
         planned = read_object(self.folder.plan_file, []).get("total_steps")
         steps = [each.step for each in files if each.purpose != "failed"]
         steps += [] if (last := _last_step(self.folder.metrics_file)) is None else [last]
@@ -93,7 +96,7 @@ class Run:
             "state": self.state(),
             "last_step": max(steps, default=None),
             "total_steps": planned if type(planned) is int else None,
-            "updated": max((each for each in times if each is not None), default=None),
+            "updated": max(times, default=None),
             "num_rollout_files": len(files),
         }
 
@@ -153,13 +156,6 @@ def _files(folder: Path, pattern: re.Pattern[str], purpose: str) -> list[Rollout
             own = purpose or match["purpose"]
             found.append(RolloutFile(path=path, kind=kind, purpose=own, step=int(match["step"]), stamp=stamp))
     return found
-
-
-def _changed(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
 
 
 def _last_step(path: Path) -> int | None:

@@ -6,8 +6,8 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,17 @@ _READ_TIMEOUT_S = 60.0
 _LEVEL = re.compile(r"^\S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 
 
+@contextmanager
+def held_in_time(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[None]:
+    """Wraps what one thread does at a time. Raises DeadlineError where another does not end in time."""
+    if not lock.acquire(timeout=timeout_s):
+        raise DeadlineError(what, timeout_s, "Ask again.")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 @dataclass
 class Tail:
     """A file of lines that grows, read as far as there are whole lines."""
@@ -40,12 +51,8 @@ class Tail:
 
     def refresh(self) -> None:
         """Read what is new; all, where the file was replaced or cut. Raises DeadlineError where a disk does not answer."""
-        if not self._lock.acquire(timeout=_READ_TIMEOUT_S):
-            raise DeadlineError(f"the disk of {self.path}", _READ_TIMEOUT_S, "Ask again.")
-        try:
+        with held_in_time(self._lock, f"the disk of {self.path}", _READ_TIMEOUT_S):
             self._read()
-        finally:
-            self._lock.release()
 
     def _read(self) -> None:
         try:

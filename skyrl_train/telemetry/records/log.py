@@ -189,13 +189,8 @@ def encode_trajectory(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
         "sample": trajectory.sample_index,
         "outcome": trajectory.outcome.value,
     }
-    if trajectory.failure is not None:
-        failure = trajectory.failure
-        record["failure"] = {
-            "kind": failure.kind.value,
-            "message": failure.message,
-            "turn_index": failure.turn_index,
-        }
+    if (failure := trajectory.failure) is not None:
+        record["failure"] = {"kind": failure.kind.value, "message": failure.message, "turn_index": failure.turn_index}
     else:
         record["reward"] = trajectory.reward
     record |= {
