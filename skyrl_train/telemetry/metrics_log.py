@@ -26,7 +26,7 @@ metrics/non_finite | count | Values of the record that were NaN or infinite, whi
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`. Implements Tracker."""
+    """Appends to `metrics.jsonl`, and holds nothing open between lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,9 +57,6 @@ class MetricsLog:
         self._owed = b""
         if new:
             sync_folder(self._path.parent)
-
-    def close(self) -> None:
-        """Nothing is held between lines."""
 
 
 def _line(metrics: Mapping[str, float], step: int) -> bytes:

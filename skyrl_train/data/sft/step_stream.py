@@ -213,20 +213,17 @@ class StepStream:
         """
         steps = position = 0
         end = num_epochs * self._order.num_examples
-        self._require_full_step()
+        self._order.start_epoch(0)
+        if self._incomplete == "drop" and self._close(np.empty(0, dtype=np.int64), 0) is None:
+            # The search for a step would not end.
+            rule = f"leaves nothing: an epoch of {self._order.num_examples} examples does not fill one step"
+            remedy = "Try data.incomplete_step=wrap, or smaller steps"
+            raise ConfigError([Violation(field="data.incomplete_step", rule=rule, value="drop", remedy=remedy)])
         while position < end:
             position = self.take(position).stop
             was_skipped = self._incomplete == "drop" and position > end  # only what is left over was before `end`
             steps += not was_skipped
         return steps
-
-    def _require_full_step(self) -> None:
-        """Refuse data of which, with `drop`, no epoch ever fills a step: the search for one would not end."""
-        self._order.start_epoch(0)
-        if self._incomplete == "drop" and self._close(np.empty(0, dtype=np.int64), 0) is None:
-            rule = f"leaves nothing: an epoch of {self._order.num_examples} examples does not fill one step"
-            remedy = "Try data.incomplete_step=wrap, or smaller steps"
-            raise ConfigError([Violation(field="data.incomplete_step", rule=rule, value="drop", remedy=remedy)])
 
     def _close(self, begun: Ints, position: int) -> StepExamples | None:
         """Examples `begun` before and as many from `position` on as make a step; None where the epoch ends first."""

@@ -70,8 +70,7 @@ class Trackers:
         self._record.flush()
 
     def close(self) -> None:
-        """Closes all of them, whatever happens to one, and says what was lost."""
-        self._record.close()
+        """Closes the views, whatever happens to one, and says what was lost."""
         for name, view in self._views.items():
             try:
                 view.close()
