@@ -25,7 +25,6 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from skyrl_train.data.mix import next_slots
 from skyrl_train.errors import DataError, counted
 from skyrl_train.registry import PartSpec, did_you_mean, part_name, split_spec
 from skyrl_train.system import derive_seed
@@ -283,6 +282,8 @@ def _plain(value: Any) -> Any:
 def _make(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rows by split: the held-out ones first, whose questions the others leave out; and how many were `repeated`,
     by task."""
+    from skyrl_train.data.mix import next_slots  # not above: workers of environments import this module to score alone
+
     tasks, seen, repeated = _tasks(asked["tasks"]), set[str](), Counter[str]()
     made: dict[str, Any] = {"repeated": repeated}
     for split, size in asked["sizes"].items():

@@ -7,12 +7,9 @@ fails later is warned about once, tried again at each step, and its losses are s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from skyrl_train.errors import SkyrlTrainError, counted
-from skyrl_train.system import install_command
-from skyrl_train.system.files import write_atomically
+from skyrl_train.errors import counted
 from skyrl_train.telemetry.logs.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.types import ChatMessage, RolloutBatch, Trajectory
@@ -108,57 +105,6 @@ class ConsoleTracker:
 
     def close(self) -> None:
         """The console outlives its tracker."""
-
-
-class TableTracker:
-    """What wandb and Trackio, whose words are the same, do alike. `run` is one of `library`."""
-
-    def __init__(self, library: Any, run: Any, num_samples: int) -> None:
-        self._library, self._run, self.num_samples = library, run, num_samples
-
-    def log_samples(self, rows: Sequence[SampleRow], *, step: int) -> None:
-        """Show a table of an evaluation's rollouts."""
-        data = [[row[name] for name in SAMPLE_COLUMNS] for row in rows]
-        self._run.log({"samples": self._library.Table(columns=list(SAMPLE_COLUMNS), data=data)}, step=step)
-
-    def alert(self, title: str, text: str) -> None:
-        """Show an alert with the run, or have its user told as their settings say."""
-        self._run.alert(title=title, text=text)
-
-
-class TensorboardTracker:
-    """TensorBoard event files. Implements Tracker."""
-
-    def __init__(self, folder: Path, *, start_step: int) -> None:
-        """Events after `start_step`, which an earlier attempt may have written, are purged from the view.
-
-        Raises SkyrlTrainError where TensorBoard is not installed or the folder cannot be written.
-        """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge_step = start_step + 1 if start_step else None
-            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-        except (ImportError, OSError) as error:
-            raise SkyrlTrainError(
-                f"tracker.tensorboard cannot start ({type(error).__name__}: {error}). "
-                f"{install_command('tensorboard')}, or leave tensorboard out of tracker=..."
-            ) from error
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def kept_name(file: Path, new: str) -> str:
-    """Return the name of a run that a file holds, `new` where there is none: a resumed run continues its curves."""
-    if not file.exists():
-        write_atomically(file, f"{new}\n".encode())
-    return file.read_text(encoding="utf-8").strip()
 
 
 def sample_rows(rollouts: RolloutBatch, most: int) -> list[SampleRow]:
