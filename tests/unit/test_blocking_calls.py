@@ -118,6 +118,10 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/data/sft/loader.py", "future.exception"): _IS_DONE,
     ("skyrl_train/data/sft/loader.py", "future.result"): _IS_DONE,
     ("skyrl_train/data/sft/loader.py", "self.shutdown"): "joins its thread with `timeout_s`",
+    (
+        "skyrl_train/data/sft/loader.py",
+        "self._worker.shutdown",
+    ): "an AsyncBatchCollator, which joins its thread with `timeout_s`",
     ("skyrl_train/distributed/process_group.py", "torch_c10d.FileStore"): "`set_timeout` follows before anything waits",
     ("skyrl_train/endpoints.py", "other.wait"): _PENDING,
     ("skyrl_train/endpoints.py", "self.begin(method, phase, *args, **kwargs).wait"): _PENDING,

@@ -183,7 +183,7 @@ class SFTBatch:
 
 
 class BatchLoader:
-    """Gives each step its batch. To be used from one thread, as a context manager, which ends the worker."""
+    """Gives each step its batch. To be used from one thread, and closed: as a context manager, or with `close`."""
 
     def __init__(
         self, stream: StepStream, examples: ExampleSet, collate: Collator, *, is_async: bool, position: int = 0
@@ -218,6 +218,11 @@ class BatchLoader:
             self._worker.clear()
         self._position = position
         self._stream.start(position)
+
+    def close(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.shutdown()
 
     def __enter__(self) -> BatchLoader:
         return self
