@@ -127,15 +127,13 @@ class WandbTracker(TableTracker):
             config = {**config, "git": {"commit": commit, "is_changed": bool(dirty)} if commit else {}}
         mode = choose_mode(settings.mode, os.environ)
         is_auto = settings.mode == "auto" and mode == "online"
-        start = partial(_start, wandb, settings, folder, run_name=run_name, config=config)
+        start = partial(_start_wandb, settings, folder, run_name, config)
         try:
             if is_auto:
                 _probe(_server(os.environ))
             timeout_s = AUTO_TIMEOUT_S if is_auto else INIT_TIMEOUT_S
             # Its own limits do not count the start of its service, nor every retry.
-            run = in_time(
-                lambda: start(mode=mode, timeout_s=timeout_s), what="starting the run at wandb", timeout_s=timeout_s
-            )
+            run = in_time(lambda: start(mode, timeout_s), what="starting the run at wandb", timeout_s=timeout_s)
         except Exception as error:  # wandb raises its own kinds for keys, network and time-outs
             if not is_auto:
                 raise SkyrlTrainError(
@@ -146,7 +144,7 @@ class WandbTracker(TableTracker):
             mode = "offline"
             with suppress(Exception):  # its service holds the run's id until then
                 in_time(wandb.teardown, what="wandb.teardown", timeout_s=_TEARDOWN_TIMEOUT_S)
-            run = _offline(folder, lambda: start(mode=mode, timeout_s=INIT_TIMEOUT_S))
+            run = _offline(folder, lambda: start(mode, INIT_TIMEOUT_S))
         super().__init__(wandb, run, settings.samples)
         if mode == "offline":
             console.note(f"wandb: offline; upload later with `wandb sync {folder.wandb}/offline-run-*`")
@@ -208,16 +206,11 @@ def _offline(folder: RunFolder, start: Callable[[], R]) -> R:
         return in_time(start, what="wandb offline", timeout_s=INIT_TIMEOUT_S)
 
 
-def _start(
-    wandb: Any,
-    settings: WandbConfig,
-    folder: RunFolder,
-    *,
-    run_name: str,
-    config: Mapping[str, Any],
-    mode: Mode,
-    timeout_s: float,
+def _start_wandb(
+    settings: WandbConfig, folder: RunFolder, run_name: str, config: Mapping[str, Any], mode: Mode, timeout_s: float
 ) -> Any:
+    import wandb
+
     return wandb.init(
         project=settings.project,
         entity=settings.entity,
