@@ -4,10 +4,9 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.data.columns import PromptColumns, names_of, near_column
-    from skyrl_train.data.conversations import RowFormat, read_content
+    from skyrl_train.data.columns import names_of, near_column
+    from skyrl_train.data.conversations import read_content
     from skyrl_train.data.curriculum import Curriculum, SolveRates
-    from skyrl_train.data.loader import BatchLoader, SFTBatch, one_ahead
     from skyrl_train.data.mix import MixedSource
     from skyrl_train.data.prompts import (
         GSM8K_ENV_CLASS,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
         make_prompt,
     )
     from skyrl_train.data.rows import Row, Source, find_sources, read_rows
+    from skyrl_train.data.sft.loader import BatchLoader, SFTBatch, one_ahead
 
 __all__ = [
     "GSM8K_ENV_CLASS",
@@ -28,10 +28,8 @@ __all__ = [
     "BatchLoader",
     "Curriculum",
     "MixedSource",
-    "PromptColumns",
     "PromptSource",
     "Row",
-    "RowFormat",
     "SFTBatch",
     "SolveRates",
     "Source",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.config.data import DataConfig
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError
 from skyrl_train.registry import did_you_mean
@@ -17,22 +17,12 @@ from skyrl_train.system.files import parse_json, shown
 from skyrl_train.types import ChatMessage
 
 PROMPT = "prompt"
-_PROMPTS = (PROMPT, "question", "problem", "query")
+PROMPTS = (PROMPT, "question", "problem", "query")
 """Columns that hold the prompt where `data.prompt_column` is not set, the first that a row has."""
 _ANSWERS = ("reward_model.ground_truth", "answer", "ground_truth", "solution", "completion")
 """Columns that hold the answer where `data.answer_column` is not set: verl's, GSM8K's and their like, TRL's."""
 _GSM8K_ANSWER = re.compile(r"-?\d+(\.\d+)?")
 _REMEDY = 'Write [{"role": "user", "content": "..."}]'
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptColumns:
-    """Which columns of a row become what of a prompt, as the settings of these names in `data` say."""
-
-    prompt_column: str = PROMPT
-    answer_column: str = ""
-    system_prompt: str = ""
-    examples: tuple[tuple[str, str], ...] = ()
 
 
 def look_up(values: Mapping[str, Any], path: str) -> Any:
@@ -45,20 +35,20 @@ def look_up(values: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def prompt_column(values: Mapping[str, Any], columns: PromptColumns) -> str | None:
+def prompt_column(values: Mapping[str, Any], data: DataConfig) -> str | None:
     """Return the name of the column with the prompt; None where the row has none."""
-    names = _PROMPTS if columns.prompt_column == PROMPT else (columns.prompt_column,)
+    names = PROMPTS if data.prompt_column == PROMPT else (data.prompt_column,)
     return next((name for name in names if look_up(values, name) is not None), None)
 
 
-def answer_columns(row: Row, columns: PromptColumns) -> dict[str, Any]:
+def answer_columns(row: Row, data: DataConfig) -> dict[str, Any]:
     """Return the columns that rewards and environments find the answer in: `answer`, as the row has it, and the ground truth
     under `reward_spec` (skyrl-gym's environments) and `reward_model` (verl's, and skyrl-gym's `aime`).
 
     Without `data.answer_column`, a row with a `reward_spec` of its own has all that it needs, and one without any column of
     a known name has no answer: both get none. Raises DataError where the stated column is not there.
     """
-    own = columns.answer_column
+    own = data.answer_column
     if not own and "reward_spec" in row.values:
         return {}
     name = next((each for each in ((own,) if own else _ANSWERS) if look_up(row.values, each) not in (None, "")), None)
@@ -70,8 +60,8 @@ def answer_columns(row: Row, columns: PromptColumns) -> dict[str, Any]:
             )
         return {}
     answer = look_up(row.values, name)
-    if name == "completion" or (own and isinstance(answer, (list, tuple)) and answer):
-        answer = _last_text(answer, row.place, name)
+    if not isinstance(answer, str) and (name == "completion" or (own and isinstance(answer, (list, tuple)) and answer)):
+        answer = str(chat_messages(answer, row.place, name)[-1]["content"])
     found: dict[str, Any] = {} if "answer" in row.values and not own else {"answer": answer}
     for column in ("reward_spec", "reward_model"):
         given = row.values.get(column)
@@ -154,11 +144,6 @@ def _text(content: object, place: str, name: str) -> str | list[dict[str, str]] 
         texts.append(text)
         parts.append({"type": "text", "text": text})
     return "".join(texts) if len(texts) == len(parts) else parts
-
-
-def _last_text(completion: object, place: str, column: str) -> str:
-    """Return the text of a completion: a text, or messages of which the last is the answer."""
-    return completion if isinstance(completion, str) else str(chat_messages(completion, place, column)[-1]["content"])
 
 
 def tools_of(row: Row) -> tuple[Mapping[str, Any], ...]:

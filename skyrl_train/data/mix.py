@@ -34,7 +34,8 @@ class MixedSource:
         batch."""
         self._weights = [weight for _, _, weight in datasets]
         self._batch_size = batch_size
-        most = [max(counts) for counts in zip(*(self._counts(position, position + 1) for position in range(64)))]
+        batches = [self.slots(position) for position in range(64)]
+        most = [max(slots.count(index) for slots in batches) for index in range(len(datasets))]
         for index, (name, prompts, _) in enumerate(datasets):
             if len(prompts) < max(most[index], 1):
                 rule = f"gives {counted(most[index], 'prompt')} of a batch to {name}, which has {len(prompts)}"
@@ -47,16 +48,7 @@ class MixedSource:
 
     def slots(self, position: int) -> list[int]:
         """Return the number of the data set that each prompt of the batch at `position` is taken from."""
-        taken = self._taken(position * self._batch_size)
-        queue = [((count + 0.5) / weight, index) for index, (count, weight) in enumerate(zip(taken, self._weights))]
-        heapq.heapify(queue)
-        found = []
-        for _ in range(self._batch_size):
-            _, index = queue[0]
-            found.append(index)
-            taken[index] += 1
-            heapq.heapreplace(queue, ((taken[index] + 0.5) / self._weights[index], index))
-        return found
+        return next_slots(self._weights, self._taken(position * self._batch_size), self._batch_size)
 
     def batch(self, position: int) -> list[Prompt]:
         """Return the prompts of the batch after `position` batches."""
@@ -71,23 +63,25 @@ class MixedSource:
         """Return the prompts of each data set in the order of its first epoch."""
         return [source.first_epoch() for source in self._sources]
 
-    def _counts(self, start: int, stop: int) -> list[int]:
-        before, after = (self._taken(position * self._batch_size) for position in (start, stop))
-        return [late - early for early, late in zip(before, after)]
-
     def _taken(self, num_slots: int) -> list[int]:
-        """Return how many of the first `num_slots` slots each data set has.
-
-        A slot number j of a data set comes at (j + 0.5) / weight, and the earliest come first. Each count is within a few
-        of its share, so that it is begun below that and the rest handed out one by one.
-        """
+        """Return how many of the first `num_slots` slots each data set has: each count is within a few of its share, so that
+        it is begun below that and the rest handed out one by one."""
         share = num_slots / sum(self._weights)
         slack = len(self._weights) + 2
         taken = [max(0, int(weight * share) - slack) for weight in self._weights]
-        queue = [((count + 0.5) / weight, index) for index, (count, weight) in enumerate(zip(taken, self._weights))]
-        heapq.heapify(queue)
-        for _ in range(num_slots - sum(taken)):
-            _, index = queue[0]
-            taken[index] += 1
-            heapq.heapreplace(queue, ((taken[index] + 0.5) / self._weights[index], index))
+        next_slots(self._weights, taken, num_slots - sum(taken))
         return taken
+
+
+def next_slots(weights: Sequence[float], taken: list[int], count: int) -> list[int]:
+    """Return to which of several each of the next `count` slots goes, and add them to what each has `taken`: slot j of one
+    comes at (j + 0.5) / weight, and the earliest come first."""
+    queue = [((number + 0.5) / weight, index) for index, (number, weight) in enumerate(zip(taken, weights))]
+    heapq.heapify(queue)
+    found = []
+    for _ in range(count):
+        _, index = queue[0]
+        found.append(index)
+        taken[index] += 1
+        heapq.heapreplace(queue, ((taken[index] + 0.5) / weights[index], index))
+    return found

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal
 
-from skyrl_train.config.data import ImagesConfig
+from skyrl_train.config.data import DataConfig
 from skyrl_train.data.columns import (
-    PromptColumns,
     answer_columns,
     chat_messages,
     extract_gsm8k_answer,
@@ -20,7 +19,7 @@ from skyrl_train.data.columns import (
     prompt_column,
     tools_of,
 )
-from skyrl_train.data.rows import BY_NAME, Row, find_sources, read_rows
+from skyrl_train.data.rows import Row, find_sources, read_rows
 from skyrl_train.data.sources.images import with_references
 from skyrl_train.errors import ConfigError, DataError, Violation, counted
 from skyrl_train.parts import PROMPT_ORDERS, ROW_FORMATS
@@ -38,42 +37,30 @@ GSM8K_ENV_CLASS = "gsm8k_multi_turn"
 """Named in each row: the environment of `+experiment=gsm8k_multiturn` on GPUs."""
 _TAKEN = ("prompt", "env_class", "uid", "tools", "completion")
 """Columns that are fields of a prompt, or that rewards are given under these names, and that extras leave out."""
-_BY_NAME = PromptColumns()
-_IMAGES = ImagesConfig()
+_DEFAULTS = DataConfig()
 
 
-def load_prompts(
-    sources: Sequence[str],
-    *,
-    limit: int | None = None,
-    reader: PartSpec = BY_NAME,
-    row_format: PartSpec = "prompt",
-    columns: PromptColumns = _BY_NAME,
-    images: ImagesConfig = _IMAGES,
-) -> list[Prompt]:
+def load_prompts(sources: Sequence[str], data: DataConfig = _DEFAULTS, *, limit: int | None = None) -> list[Prompt]:
     """Return all prompts of `sources`, every row checked.
 
     Args:
         sources: Parquet, Arrow, CSV, `.jsonl` or `.json` files, folders of them, `owner/name:split` on the hub, or
             `builtin:NAME/SPLIT`; whatever a custom reader takes.
+        data: How a source is read, and what its rows are: settings of the section `data`.
         limit: Stop after so many; 0 or None is all.
-        reader: How a source is read, as `data.reader`.
-        row_format: What rows without a `prompt` are, as `data.row_format`.
-        columns: Which columns hold what.
-        images: As `data.images`.
 
     Raises:
         DataError: A file is missing or damaged, or a row lacks what it needs; names file, row and remedy.
         ConfigError: There is no such format.
     """
-    with_prompt: Callable[[Row], Mapping[str, Any]] = ROW_FORMATS.resolve(row_format)
+    with_prompt: Callable[[Row], Mapping[str, Any]] = ROW_FORMATS.resolve(data.row_format)
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
-    for source in find_sources(sources, reader):
+    for source in find_sources(sources, data.reader_with_settings):
         for row in read_rows(source):
-            named = look_up(row.values, columns.prompt_column) is not None
-            formed = row if named else _formatted(row, with_prompt, part_name(row_format))
-            prompt = make_prompt(with_references(formed, images), columns)
+            named = look_up(row.values, data.prompt_column) is not None
+            formed = row if named else _formatted(row, with_prompt, part_name(data.row_format))
+            prompt = make_prompt(with_references(formed, data.images), data)
             if prompt.uid in places:
                 raise DataError(
                     f"{row.place}: uid {prompt.uid!r} is also that of {places[prompt.uid]}. "
@@ -129,7 +116,7 @@ def published_gsm8k_row(row: Row) -> dict[str, Any]:
     )
 
 
-def make_prompt(row: Row, columns: PromptColumns = _BY_NAME) -> Prompt:
+def make_prompt(row: Row, data: DataConfig = _DEFAULTS) -> Prompt:
     """Return the prompt of a row: its prompt (chat messages or text), its answer where it has one, perhaps `tools`,
     `env_class`, `uid`, and the rest.
 
@@ -137,19 +124,19 @@ def make_prompt(row: Row, columns: PromptColumns = _BY_NAME) -> Prompt:
     """
     if problem := json_problem(row.values):
         raise DataError(f"{row.place}: column {problem}. Write null or a text in its place, or leave the column out.")
-    column = prompt_column(row.values, columns)
+    column = prompt_column(row.values, data)
     if column is None:
-        raise _without_prompt(row, columns)
+        raise _without_prompt(row, data)
     env_class = row.values.get("env_class")
     if env_class is not None and not isinstance(env_class, str):
         raise DataError(f"{row.place}: 'env_class' must be a name; got {shown(env_class)}.")
     uid = row.values.get("uid")
     if isinstance(uid, bool) or not isinstance(uid, (str, int, float, NoneType)):
         raise DataError(f"{row.place}: 'uid' must be a text or a number; got {shown(uid)}.")
-    extras = {**row.values, **answer_columns(row, columns)}
+    extras = {**row.values, **answer_columns(row, data)}
     return Prompt(
         uid=str(uid) if uid is not None else f"{row.source}-{row.index}",
-        messages=_messages(look_up(row.values, column), row.place, column, columns),
+        messages=_messages(look_up(row.values, column), row.place, column, data),
         tools=tools_of(row),
         env_class=env_class or None,
         extras={name: value for name, value in extras.items() if name not in _TAKEN},
@@ -158,29 +145,29 @@ def make_prompt(row: Row, columns: PromptColumns = _BY_NAME) -> Prompt:
     )
 
 
-def _without_prompt(row: Row, columns: PromptColumns) -> DataError:
+def _without_prompt(row: Row, data: DataConfig) -> DataError:
     texts = [name for name, value in row.values.items() if isinstance(value, (str, list)) and value]
     naming = (
         f"or name its column: data.prompt_column={texts[0]}" if texts else "or name its column (data.prompt_column)"
     )
     return DataError(
-        f"{row.place}: has no {columns.prompt_column!r}; it has {names_of(row.values)}. "
-        f"{near_column(columns.prompt_column, row.values)}"
+        f"{row.place}: has no {data.prompt_column!r}; it has {names_of(row.values)}. "
+        f"{near_column(data.prompt_column, row.values)}"
         f'Give each row a prompt, [{{"role": "user", "content": "..."}}] or a text, {naming}.'
     )
 
 
-def _messages(value: object, place: str, column: str, columns: PromptColumns) -> tuple[ChatMessage, ...]:
+def _messages(value: object, place: str, column: str, data: DataConfig) -> tuple[ChatMessage, ...]:
     text = isinstance(value, str)
     messages = ({"role": "user", "content": value},) if text else chat_messages(value, place, column)
     system: tuple[ChatMessage, ...] = ()
     if messages[0]["role"] == "system":
         system, messages = messages[:1], messages[1:]
-    elif columns.system_prompt:
-        system = ({"role": "system", "content": columns.system_prompt},)
+    elif data.system_prompt:
+        system = ({"role": "system", "content": data.system_prompt},)
     examples = [
         {"role": role, "content": content}
-        for example in columns.examples
+        for example in data.examples
         for role, content in zip(("user", "assistant"), example)
     ]
     return (*system, *examples, *messages)
@@ -242,16 +229,9 @@ class PromptSource:
     ) -> None:
         """Raises ConfigError where there are fewer prompts than a batch holds."""
         if len(prompts) < batch_size:
-            raise ConfigError(
-                [
-                    Violation(
-                        field="trainer.train_batch_size",
-                        rule=f"must be at most the number of prompts, {len(prompts)}",
-                        value=str(batch_size),
-                        remedy=f"Try trainer.train_batch_size={max(len(prompts), 1)}, or give more data",
-                    )
-                ]
-            )
+            rule = f"must be at most the number of prompts, {len(prompts)}"
+            remedy = f"Try trainer.train_batch_size={max(len(prompts), 1)}, or give more data"
+            raise ConfigError([Violation.of("trainer.train_batch_size", batch_size, rule, remedy)])
         self._prompts = list(prompts)
         self._batch_size = batch_size
         self._shuffle = shuffle

@@ -11,7 +11,7 @@ import difflib
 import importlib.resources
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,11 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?:[\w.\[\]:%+-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row and where it stands."""
+    """One row, its number (from 0) in its source, and where it stands."""
 
     source: str
     """Short name of the file or data set, the same on every machine."""
     index: int
-    """From 0."""
     place: str
     """For error messages, e.g. `data/train.jsonl, line 3`."""
     values: Mapping[str, Any]
@@ -82,12 +81,7 @@ def find_sources(specs: Sequence[str], reader: PartSpec = BY_NAME) -> list[Sourc
         sources = [Source(name=Path(spec).stem or spec, location=spec, reader=reader) for spec in specs]
     names = [source.name for source in sources]
     # Two files called train.jsonl: their paths tell them apart.
-    return [
-        source
-        if names.count(source.name) == 1
-        else Source(name=source.location, location=source.location, reader=source.reader)
-        for source in sources
-    ]
+    return [each if names.count(each.name) == 1 else replace(each, name=each.location) for each in sources]
 
 
 def read_rows(source: Source) -> Iterator[Row]:
@@ -127,18 +121,15 @@ def _find(spec: str) -> list[Source]:
         return [Source(name=spec.removeprefix(MEMORY), location=spec, reader="memory")]
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _holds_rows(file))
+        found = (file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.name not in _NO_DATA)
+        files = sorted(file for file in found if file.is_file())
         if not files:
             raise DataError(
                 f"{spec}: the folder holds no {', '.join(_SUFFIXES)} file. Point data.train at one that does."
             )
+        names = (file.relative_to(path).with_suffix("").as_posix() for file in files)
         return [
-            Source(
-                name=file.relative_to(path).with_suffix("").as_posix(),
-                location=str(file),
-                reader=_SUFFIXES[file.suffix],
-            )
-            for file in files
+            Source(name=name, location=str(file), reader=_SUFFIXES[file.suffix]) for name, file in zip(names, files)
         ]
     if path.is_file():
         if path.suffix not in _SUFFIXES:
@@ -152,19 +143,13 @@ def _find(spec: str) -> list[Source]:
     raise DataError(f"{spec}: no such file or folder. {_nearby(path)}".rstrip())
 
 
-def _holds_rows(file: Path) -> bool:
-    return file.suffix in _SUFFIXES and file.name not in _NO_DATA and file.is_file()
-
-
 def _find_builtin(spec: str) -> Source:
     name = spec[len(BUILTIN) :]
     assets = Path(str(importlib.resources.files("skyrl_train.data.assets")))
     path = assets / f"{name}.jsonl"
     if not path.is_file():
-        known = sorted(file.relative_to(assets).with_suffix("").as_posix() for file in assets.glob("*/*.jsonl"))
-        raise DataError(
-            f"{spec}: the package has no such data. It has {', '.join(BUILTIN + other for other in known)}."
-        )
+        known = sorted(f"{BUILTIN}{file.parent.name}/{file.stem}" for file in assets.glob("*/*.jsonl"))
+        raise DataError(f"{spec}: the package has no such data. It has {', '.join(known)}.")
     return Source(name=name, location=str(path), reader="jsonl")
 
 
@@ -189,23 +174,19 @@ def read_jsonl(location: str) -> Iterator[Row]:
     """The reader `jsonl`: a file with one JSON object a line; rows stand at their lines."""
     with open(location, encoding="utf-8") as file:
         index = 0
-        lines = enumerate(file, start=1)
-        while True:
-            try:
-                number, line = next(lines)
-            except StopIteration:
-                return
-            except UnicodeDecodeError as error:
-                raise DataError(f"{location}: not UTF-8 text ({error}). Convert the file to UTF-8.") from error
-            if not line.strip():
-                continue
-            place = f"{location}, line {number}"
-            try:
-                values = parse_json(line.rstrip())
-            except ValueError as error:
-                raise DataError(f"{place}: {error}. Write one JSON object a line.") from error
-            yield Row(source=location, index=index, place=place, values=values)
-            index += 1
+        try:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                place = f"{location}, line {number}"
+                try:
+                    values = parse_json(line.rstrip())
+                except ValueError as error:
+                    raise DataError(f"{place}: {error}. Write one JSON object a line.") from error
+                yield Row(source=location, index=index, place=place, values=values)
+                index += 1
+        except UnicodeDecodeError as error:
+            raise DataError(f"{location}: not UTF-8 text ({error}). Convert the file to UTF-8.") from error
 
 
 def read_json(location: str) -> Iterator[Any]:
@@ -271,7 +252,6 @@ def read_arrow(location: str) -> Iterator[Any]:
 
 
 def _rows_of(batches: Iterable[Any], location: str) -> Iterator[Any]:
-    """Yield the rows of Arrow batches."""
     index = 0
     for batch in batches:
         try:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
-from skyrl_train.data import PromptColumns, load_prompts
+from skyrl_train.data import load_prompts
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.parts import ENVIRONMENTS
 from skyrl_train.registry import PartSpec, split_spec
@@ -81,19 +81,7 @@ def checked_prompts(
     `load_prompts`, `check_all_rows` and `check_reward_columns`; none where there are no sources."""
     if not sources:
         return []
-    prompts = load_prompts(
-        sources,
-        limit=limit or None,
-        reader=data.reader_with_settings,
-        row_format=data.row_format,
-        columns=PromptColumns(
-            prompt_column=data.prompt_column,
-            answer_column=data.answer_column,
-            system_prompt=data.system_prompt,
-            examples=data.examples,
-        ),
-        images=data.images,
-    )
+    prompts = load_prompts(sources, data, limit=limit)
     check_rows(prompts, environment)
     check_all_rows(prompts, environment)
     check_reward_columns(prompts, environment)

@@ -1,12 +1,6 @@
 """`Activity`: what rollouts are at, second by second: the engine's work, waits for environments, groups in flight.
 
-It is told when each begins and ends, and adds up between two steps' records what `docs/async.md` defines:
-
-    timing/wait/environments        seconds of trajectories that waited for environments, tools and reward functions
-    timing/wait/environments_alone  the share of them in which the engine computed nothing
-    timing/engine/busy              seconds in which the engine computed
-    timing/group/max                seconds from a group's begin to its end, the longest that ended; evaluations aside
-"""
+It is told when each begins and ends, and adds up between two steps' records what is declared below."""
 
 from __future__ import annotations
 

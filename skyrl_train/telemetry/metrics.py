@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -31,40 +31,33 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
-    """A total over micro-batches and ranks."""
-
+class _Single:
     value: float
+
+
+class Sum(_Single):
+    """A total over micro-batches and ranks."""
 
     def merge(self, other: Sum) -> Sum:
         return Sum(self.value + other.value)
 
 
-@dataclass(frozen=True)
-class Max:
+class Max(_Single):
     """The largest value of all micro-batches and ranks."""
-
-    value: float
 
     def merge(self, other: Max) -> Max:
         return Max(max(self.value, other.value))
 
 
-@dataclass(frozen=True)
-class Min:
+class Min(_Single):
     """The smallest value of all micro-batches and ranks."""
-
-    value: float
 
     def merge(self, other: Min) -> Min:
         return Min(min(self.value, other.value))
 
 
-@dataclass(frozen=True)
-class Last:
+class Last(_Single):
     """A value that is the same everywhere or of which the newest counts (a learning rate, say)."""
-
-    value: float
 
     def merge(self, other: Last) -> Last:
         return other
@@ -91,7 +84,7 @@ def _read_back(parts: Sequence[StepMetrics]) -> list[dict[str, Metric]]:
         value
         for part in parts
         for metric in part.values()
-        for value in _numbers(metric).values()
+        for value in vars(metric).values()
         if not isinstance(value, (int, float))
     ]
     if not waiting:
@@ -101,19 +94,14 @@ def _read_back(parts: Sequence[StepMetrics]) -> list[dict[str, Metric]]:
     read = iter(torch.stack([cast("Tensor", value).double() for value in waiting]).tolist())
 
     def plain(metric: Metric) -> Metric:
-        numbers = [value if isinstance(value, (int, float)) else next(read) for value in _numbers(metric).values()]
+        numbers = [value if isinstance(value, (int, float)) else next(read) for value in vars(metric).values()]
         return type(metric)(*numbers)
 
     found = [{name: plain(metric) for name, metric in part.items()} for part in parts]
-    return [{name: metric for name, metric in part.items() if not _of_nothing(metric)} for part in found]
-
-
-def _numbers(metric: Metric) -> dict[str, float]:
-    return {field.name: getattr(metric, field.name) for field in fields(metric)}
-
-
-def _of_nothing(metric: Metric) -> bool:
-    return isinstance(metric, (Min, Max)) and math.isnan(metric.value)
+    return [
+        {name: each for name, each in part.items() if not (isinstance(each, (Min, Max)) and math.isnan(each.value))}
+        for part in found
+    ]
 
 
 def merge_metrics(parts: Iterable[StepMetrics]) -> dict[str, Metric]:

@@ -24,12 +24,9 @@ metrics/non_finite | count | Values of the record that were NaN or infinite, whi
     where there are any
 """
 
-NON_FINITE = "metrics/non_finite"
-"""Values of the line that were not finite and became null; absent where there were none."""
-
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`. Implements Tracker."""
+    """Appends to `metrics.jsonl`, and holds nothing open between lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,9 +58,6 @@ class MetricsLog:
         if new:
             sync_folder(self._path.parent)
 
-    def close(self) -> None:
-        """Nothing is held between lines."""
-
 
 def _line(metrics: Mapping[str, float], step: int) -> bytes:
     record: dict[str, float | int | None] = {
@@ -71,7 +65,7 @@ def _line(metrics: Mapping[str, float], step: int) -> bytes:
     }
     non_finite = sum(value is None for value in record.values())
     if non_finite:
-        record[NON_FINITE] = non_finite
+        record["metrics/non_finite"] = non_finite
     record["step"] = step
     return (json.dumps(record, sort_keys=True, allow_nan=False) + "\n").encode()
 

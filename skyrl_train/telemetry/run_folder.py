@@ -1,30 +1,4 @@
-"""What a run leaves behind, and where: the names of its files, and moving an older run out of the way.
-
-OUTPUT_DIR/
-  config.yaml          the resolved configuration, secrets redacted
-  plan.json            every size that was derived from it
-  environment.json     command, versions and commit that it was made with
-  fork.json            a run that began at another's checkpoint: which, and every setting that changed
-  memory.json          micro-batches that size themselves: probes and budgets
-  metrics.jsonl        one record a step
-  restarts.jsonl       on Ray: each time that the run went on by itself after a worker was lost, and why
-  run.log              all that the console showed, Python's logging, each error with its traceback
-  rollouts/            every trajectory, Parquet, a file a step; `failed_step_N.parquet` of a step that ended by an error
-  journal/             `trainer.max_staleness`: each turn, group and batch of the stream, before it is used
-  samples/             supervised: answers at each evaluation, JSON lines
-  evaluation.json      each evaluation on the held-out prompts
-  learning_curve.png   reward, accuracy and response length over steps
-  timeline.jsonl       what ran when, a line a step; `timeline.png` is drawn of it at the end
-  profiles/            `trainer.profile_steps`: traces and snapshots of memory
-  checkpoints/         the last few, verified by sums
-  capsules/            all that it takes to execute the last `trainer.capsules` steps again (docs/capsules.md)
-  best/                supervised: the checkpoint with the lowest held-out loss
-  export/              the final policy in Hugging Face format
-  tensorboard/ wandb/ trackio/ mlflow/  where those trackers are on
-  origin/              the checkpoint that the run began at, where it came from another run's URL
-  complete.json        written last: the run has nothing left to do
-  previous-N/          files of older runs in this folder (trainer.resume_mode=none)
-"""
+"""What a run leaves behind in OUTPUT_DIR, and where: the names of its files, and moving an older run out of the way."""
 
 from __future__ import annotations
 
@@ -67,32 +41,35 @@ class RunFolder:
 
     root: Path
 
-    config_file = _Inside("config.yaml")
-    plan_file = _Inside("plan.json")
-    environment_file = _Inside("environment.json")
-    fork_file = _Inside("fork.json")
-    memory_file = _Inside("memory.json")
-    restarts_file = _Inside("restarts.jsonl")
-    metrics_file = _Inside("metrics.jsonl")
-    rollouts = _Inside("rollouts")
-    images = _Inside("images")
-    journal = _Inside("journal")
-    samples = _Inside("samples")
-    evaluation_file = _Inside("evaluation.json")
-    learning_curve_file = _Inside("learning_curve.png")
-    timeline_file = _Inside("timeline.jsonl")
-    timeline_image = _Inside("timeline.png")
-    profiles = _Inside("profiles")
-    checkpoints = _Inside("checkpoints")
-    capsules = _Inside("capsules")
-    best = _Inside("best")
-    export = _Inside("export")
-    origin = _Inside("origin")
-    tensorboard = _Inside("tensorboard")
+    # Beside `run.log`, which every run appends to: what the console showed, Python's logging, errors with their tracebacks.
+    complete_file = _Inside("complete.json")  # written last: the run has nothing left to do
+    checkpoints = _Inside("checkpoints")  # the last few, verified by sums
+    capsules = _Inside("capsules")  # all it takes to execute the last `trainer.capsules` steps again (docs/capsules.md)
+    best = _Inside("best")  # supervised: the checkpoint with the lowest held-out loss
+    metrics_file = _Inside("metrics.jsonl")  # one record a step
+    rollouts = _Inside(
+        "rollouts"
+    )  # every trajectory, Parquet, a file a step; `failed_step_N` of one that ended by an error
+    images = _Inside("images")  # those that the run used, by their sums
+    journal = _Inside("journal")  # `trainer.max_staleness`: each turn, group and batch of the stream, before it is used
+    samples = _Inside("samples")  # supervised: answers at each evaluation, JSON lines
+    evaluation_file = _Inside("evaluation.json")  # each evaluation on the held-out prompts
+    learning_curve_file = _Inside("learning_curve.png")  # reward, accuracy and response length over steps
+    timeline_file = _Inside("timeline.jsonl")  # what ran when, a line a step
+    timeline_image = _Inside("timeline.png")  # drawn of it at the end
+    export = _Inside("export")  # the final policy in Hugging Face format
+    profiles = _Inside("profiles")  # `trainer.profile_steps`: traces and snapshots of memory
+    tensorboard = _Inside("tensorboard")  # this and the next three where those trackers are on
     wandb = _Inside("wandb")
     trackio = _Inside("trackio")
     mlflow = _Inside("mlflow")
-    complete_file = _Inside("complete.json")
+    config_file = _Inside("config.yaml")  # the resolved configuration, secrets redacted
+    plan_file = _Inside("plan.json")  # every size that was derived from it
+    environment_file = _Inside("environment.json")  # command, versions and commit that it was made with
+    fork_file = _Inside("fork.json")  # a run that began at another's checkpoint: which, and every setting that changed
+    memory_file = _Inside("memory.json")  # micro-batches that size themselves: probes and budgets
+    restarts_file = _Inside("restarts.jsonl")  # on Ray: each time it went on by itself after a worker was lost, and why
+    origin = _Inside("origin")  # the checkpoint that the run began at, where it came from another run's URL
 
     def create(self, *, private: bool = False) -> None:
         """Makes the folder, `private` for its owner alone where it is new. Raises SkyrlTrainError where that is impossible,
@@ -108,47 +85,15 @@ class RunFolder:
         if not os.access(self.root, os.W_OK | os.X_OK):
             raise SkyrlTrainError(f"output_dir={self.root} is not writable. Choose another with output_dir=...")
 
-    def _files(self) -> tuple[Path, ...]:
-        """Return all that a run writes, beginning with what marks it as finished."""
-        return (
-            self.complete_file,
-            self.checkpoints,
-            self.capsules,
-            self.best,
-            self.metrics_file,
-            self.rollouts,
-            self.images,
-            self.journal,
-            self.samples,
-            self.evaluation_file,
-            self.learning_curve_file,
-            self.timeline_file,
-            self.timeline_image,
-            self.export,
-            self.profiles,
-            self.tensorboard,
-            self.wandb,
-            self.trackio,
-            self.mlflow,
-            self.config_file,
-            self.plan_file,
-            self.environment_file,
-            self.fork_file,
-            self.memory_file,
-            self.restarts_file,
-        )
+    def _files(self) -> list[Path]:
+        """Return all that a run writes, beginning with what marks it as finished; the checkpoint it began at is none."""
+        names = [each.name for each in vars(RunFolder).values() if isinstance(each, _Inside)]
+        return [self.root / name for name in names if name != "origin"]
 
     def holds_a_run(self) -> bool:
         """True where a run left results: a step's metrics, a rollout, an answer or a checkpoint."""
-        results = (
-            self.metrics_file,
-            self.rollouts,
-            self.journal,
-            self.samples,
-            self.checkpoints,
-            self.evaluation_file,
-        )
-        return any(path.stat().st_size > 0 if path.is_file() else _has_entries(path) for path in results)
+        results = (self.metrics_file, self.rollouts, self.journal, self.samples, self.checkpoints, self.evaluation_file)
+        return any(path.stat().st_size if path.is_file() else path.is_dir() and any(path.iterdir()) for path in results)
 
     def record(self, *, is_same_run: bool) -> dict[str, bytes]:
         """Returns metrics, evaluations and origin as they are now, by the names of their files, for a run that goes on from
@@ -178,7 +123,7 @@ class RunFolder:
         later = [folder for folder in self.checkpoints.glob("step_*") if _step_of(folder) > step]
         return self._move_to_previous(later) if later else None
 
-    def _move_to_previous(self, paths: tuple[Path, ...] | list[Path]) -> Path:
+    def _move_to_previous(self, paths: Sequence[Path]) -> Path:
         number = 1
         while (target := self.root / f"previous-{number}").exists():
             number += 1
@@ -260,10 +205,6 @@ def _amount(path: Path) -> int:
         return sum(1 for _ in path.iterdir()) if path.is_dir() else path.stat().st_size
     except OSError:
         return 0
-
-
-def _has_entries(folder: Path) -> bool:
-    return folder.is_dir() and next(folder.iterdir(), None) is not None
 
 
 def _step_of(folder: Path) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import skyrl_train
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import SkyrlTrainError, counted
 from skyrl_train.system import install_command
 from skyrl_train.system.files import write_atomically
 from skyrl_train.view.answers import Answers
@@ -28,6 +28,7 @@ from skyrl_train.view.server import STATIC, make_app, new_token, serve
 from skyrl_train.view.sources import find_runs
 
 _NEEDED = ("duckdb", "starlette", "uvicorn")
+"""By all but `--terminal`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,32 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--terminal", action="store_true", help="print tables of samples here, and end")
     parser.add_argument("--step", type=int, help="with --terminal: of this step; else of the last")
     args = parser.parse_args(argv)
-    if args.terminal:
-        return _in_terminal(args)
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing and not args.terminal:
         sys.stderr.write(f"skyrl-view needs {', '.join(missing)}: {install_command('view')}, in Python 3.11 or later\n")
         return 2
     signal.signal(signal.SIGTERM, _end)
     try:
-        with tempfile.TemporaryDirectory(prefix="skyrl-view-") as folder:
-            _view(args, Path(folder))
+        if args.terminal:
+            from skyrl_train.view.terminal import show
+
+            show(args.runs, step=args.step, limit=args.limit or 10)
+        else:
+            with tempfile.TemporaryDirectory(prefix="skyrl-view-") as folder:
+                _view(args, Path(folder))
     except (SkyrlTrainError, ValueError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
     except KeyboardInterrupt:
         pass
-    return 0
-
-
-def _in_terminal(args: argparse.Namespace) -> int:
-    """Needs nothing of the extra `view`."""
-    from skyrl_train.view.terminal import show
-
-    try:
-        show(args.runs, step=args.step, limit=args.limit or 10)
-    except (SkyrlTrainError, OSError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
     return 0
 
 
@@ -77,9 +70,7 @@ def _view(args: argparse.Namespace, folder: Path) -> None:
     if args.export is not None:
         report = write_report(answers, [("limit", str(args.limit or 200))], STATIC)
         write_atomically(args.export, report.encode())
-        sys.stdout.write(
-            f"{args.export}: {len(report) / 1e6:.1f} MB, {len(runs)} {'run' if len(runs) == 1 else 'runs'}\n"
-        )
+        sys.stdout.write(f"{args.export}: {len(report) / 1e6:.1f} MB, {counted(len(runs), 'run')}\n")
         return
     token = new_token()
 
@@ -87,15 +78,12 @@ def _view(args: argparse.Namespace, folder: Path) -> None:
         address = f"http://127.0.0.1:{port}/?token={token}"
         sys.stdout.write(f"{address}\nCtrl-C ends it.\n")
         sys.stdout.flush()
-        if not args.no_browser and _has_screen():
+        # Without a screen, a browser of the terminal would take it over.
+        has_screen = sys.platform in ("darwin", "win32") or any(map(os.getenv, ("DISPLAY", "WAYLAND_DISPLAY")))
+        if not args.no_browser and has_screen:
             webbrowser.open(address)
 
     serve(make_app(answers, token=token), port=args.port, announce=announce)
-
-
-def _has_screen() -> bool:
-    """Whether a browser would open a window: without one, a browser of the terminal would take it over."""
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def _end(signal_number: int, frame: object) -> None:

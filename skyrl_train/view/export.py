@@ -58,34 +58,30 @@ def write_report(answers: Answers, query: Sequence[tuple[str, str]], static: Pat
 
 def _of_run(answers: Answers, run: str, filters: Sequence[tuple[str, str]], limit: int) -> dict[str, Any]:
     own = [("run", run)]
-    found = {
-        _key(path, own): _get(answers, path, own)
-        for path in ("api/metrics", "api/overview", "api/facets", "api/failures")
-    }
-    most = [*own, *filters, ("limit", str(min(limit, 500)))]
-    found[_key("api/groups", own)] = _get(answers, "api/groups", most)
-    chosen: dict[str, Any] = {}
-    while True:
-        offset = len(chosen["rows"]) if chosen else 0
-        page = _get(
-            answers,
-            "api/trajectories",
-            [*own, *filters, ("offset", str(offset)), ("limit", str(min(500, limit - offset)))],
-        )
-        chosen = page if not chosen else {**chosen, "rows": chosen["rows"] + page["rows"]}
-        if not page["rows"] or len(chosen["rows"]) >= limit:
+    found: dict[str, Any] = {}
+
+    def keep(path: str, arguments: Sequence[tuple[str, str]], *chosen: tuple[str, str]) -> dict[str, Any]:
+        """Ask once for what the page asks for by `arguments`, of which `chosen` makes a choice."""
+        key = _key(path, arguments)
+        if key not in found:
+            found[key] = _get(answers, path, [*arguments, *chosen])
+        answer: dict[str, Any] = found[key]
+        return answer
+
+    for path in ("api/metrics", "api/overview", "api/facets", "api/failures"):
+        keep(path, own)
+    keep("api/groups", own, *filters, ("limit", str(min(limit, 500))))
+    rows = keep("api/trajectories", own, *filters, ("limit", str(min(limit, 500))))["rows"]
+    while rows and len(rows) < limit:
+        rest = [("offset", str(len(rows))), ("limit", str(min(500, limit - len(rows))))]
+        if not (page := _get(answers, "api/trajectories", [*own, *filters, *rest])["rows"]):
             break
-    found[_key("api/trajectories", own)] = chosen
-    for row in chosen["rows"]:
+        rows += page
+    for row in rows:
         group = [*own, ("purpose", row["purpose"]), ("step", str(row["step"])), ("uid", row["uid"])]
-        wanted = [
-            ("api/trajectory", [*group, ("sample", str(row["sample"]))]),
-            ("api/group", group),
-            ("api/prompt", [*own, ("uid", row["uid"])]),
-        ]
-        for path, arguments in wanted:
-            if (key := _key(path, arguments)) not in found:
-                found[key] = _get(answers, path, arguments)
+        keep("api/trajectory", [*group, ("sample", str(row["sample"]))])
+        keep("api/group", group)
+        keep("api/prompt", [*own, ("uid", row["uid"])])
     return found
 
 

@@ -82,6 +82,8 @@ class Arguments:
 Endpoint = Callable[[Arguments, list[str]], dict[str, Any]]
 """Answers arguments, and appends what could not be read to the list of problems. Raises ValueError for wrong arguments,
 NotThereError."""
+RunEndpoint = Callable[[Run, Arguments, list[str]], dict[str, Any]]
+"""The same of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ class Filters:
 
     @classmethod
     def of(cls, arguments: Arguments) -> Filters:
-        """Read them. Raises ValueError."""
+        """Return those that the arguments name. Raises ValueError."""
         among = {name: arguments.all(name) for name in _AMONG}
         within = {name: (arguments.number(f"{name}_min"), arguments.number(f"{name}_max")) for name in _WITHIN}
         text = arguments.text("text")

@@ -23,12 +23,13 @@ def rows_of(file: RolloutFile) -> Iterator[Row]:
 
     Raises OSError, and ValueError for what is not readable; what came before it has been yielded.
     """
-    readers: Mapping[str, Callable[[RolloutFile], Iterator[Row]]] = {
-        "jsonl": _refused_rows,
-        "samples": _sample_rows,
-        "trl": _trl_rows,
-        "verl": _verl_rows,
-    }
+    if file.kind == "jsonl":
+        raise ValueError(
+            f"rollouts in JSON lines are not shown; generator=replay generator.replay_path={file.path} makes a run with "
+            "them, whose rollouts are Parquet"
+        )
+    readers: Mapping[str, Callable[[RolloutFile], Iterator[Row]]]
+    readers = {"samples": _sample_rows, "trl": _trl_rows, "verl": _verl_rows}
     return readers[file.kind](file)
 
 
@@ -43,13 +44,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 except ValueError as error:
                     raise ValueError(f"line {number}: {error}") from None
                 yield record
-
-
-def _refused_rows(file: RolloutFile) -> Iterator[Row]:
-    raise ValueError(
-        f"rollouts in JSON lines are not shown; generator=replay generator.replay_path={file.path} makes a run with them, "
-        "whose rollouts are Parquet"
-    )
 
 
 def _sample_rows(file: RolloutFile) -> Iterator[Row]:

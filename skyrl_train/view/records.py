@@ -3,7 +3,6 @@ be half written, and is only read; what is wrong with a file is appended to `pro
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +12,10 @@ from typing import Any
 
 import yaml
 
-from skyrl_train.system.files import read_json
 from skyrl_train.telemetry import phase_seconds
 from skyrl_train.telemetry.logs import redact
 from skyrl_train.telemetry.records import kind_of
-from skyrl_train.view.sources import Run
-from skyrl_train.view.tails import new_lines
+from skyrl_train.view.sources import Run, first_line, read_object
 
 Json = dict[str, Any]
 _LAST_STEPS = 5000
@@ -33,6 +30,7 @@ _DEFAULT_SERIES = (
     "policy/grad_norm",
     "response_length/mean",
 )
+_WAIT = "timing/wait/"
 _SHARES = ("environments_alone",)
 """What stands among the waits of a record and is no number of seconds."""
 _MEASURED = {
@@ -71,12 +69,13 @@ def step_table(run: Run, records: Sequence[Json]) -> list[Json]:
     for step in sorted(by_step.keys() | failed)[-_LAST_STEPS:]:
         numbers = {name: _number(value) for name, value in by_step.get(step, {}).items()}
         record = {name: value for name, value in numbers.items() if value is not None}
+        waits = {name.removeprefix(_WAIT): each for name, each in record.items() if name.startswith(_WAIT)}
         fraction, count = record.get("failures/fraction"), record.get("failures/count", 0)
         table.append(
             {
                 "step": step,
                 "phases": phase_seconds(record),
-                "waits": {name: each for name, each in _under(record, "timing/wait/").items() if name not in _SHARES},
+                "waits": {name: each for name, each in waits.items() if name not in _SHARES},
                 "num_failed": int(count),
                 "num_trajectories": round(count / fraction) if fraction else None,
                 "is_failed": step in failed,
@@ -155,7 +154,7 @@ def flat_config(run: Run, problems: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        problems.append(f"{path} cannot be read: {_first_line(error)}")
+        problems.append(f"{path} cannot be read: {first_line(error)}")
         return {}
 
 
@@ -185,32 +184,6 @@ def numbers_of(record: Mapping[str, Any]) -> Json:
     return {name: value if name == "step" else _number(value) for name, value in record.items()}
 
 
-def read_object(path: Path, problems: list[str]) -> Json:
-    """Return a JSON object from a file; an empty one where there is none."""
-    try:
-        content = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        problems.append(f"{path} cannot be read: {_first_line(error)}")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def json_lines(path: Path) -> list[Json]:
-    """Return the objects of a file of JSON lines; what is none is left out."""
-    lines, _, _, _ = new_lines(path, "0")
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
-
-
 def _thinned(lines: Sequence[Json], most: int) -> list[int]:
     """Return the indices of at most about `most` lines: evenly spread, those with an evaluation, and the last."""
     if len(lines) <= most:
@@ -226,10 +199,6 @@ def _sums(lines: Sequence[Json], name: str) -> list[float]:
         total += _number(line.get(name)) or 0.0
         sums.append(total)
     return sums
-
-
-def _under(record: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    return {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
 
 
 def _predicted_bytes(sizing: Mapping[str, Any]) -> float | None:
@@ -249,7 +218,3 @@ def _list(value: object) -> list[Any]:
 def _number(value: object) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # it is one
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

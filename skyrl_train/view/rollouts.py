@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from typing import Any
 from skyrl_train.errors import DeadlineError
 from skyrl_train.telemetry.records import KINDS, arrow_schema
 from skyrl_train.view.importers import Row, rows_of
-from skyrl_train.view.sources import RolloutFile, Run
+from skyrl_train.view.sources import RolloutFile, Run, first_line
+from skyrl_train.view.tails import held_in_time
 
 QUERY_TIMEOUT_S = 10.0
 _INDEX_TIMEOUT_S = 300.0
@@ -198,14 +199,8 @@ class RolloutIndex:
             timer.cancel()
             cursor.close()
 
-    @contextmanager
-    def _exclusive(self, run: Run) -> Iterator[None]:
-        if not self._lock.acquire(timeout=_INDEX_TIMEOUT_S):
-            raise DeadlineError(f"the reading of {run.folder.rollouts}", _INDEX_TIMEOUT_S, "Ask again.")
-        try:
-            yield
-        finally:
-            self._lock.release()
+    def _exclusive(self, run: Run) -> AbstractContextManager[None]:
+        return held_in_time(self._lock, f"the reading of {run.folder.rollouts}", _INDEX_TIMEOUT_S)
 
     def _readable(self, run: Run, names: set[str] | None = None) -> list[str]:
         taken = self._taken.get(run.id, _Taken())
@@ -232,9 +227,13 @@ class RolloutIndex:
         taken.files.update(files)
         usable: list[str] = []
         for name, file in files.items():
-            if problem := self._bring(run, name, file):
+            link = self._folder / run.id / name
+            link.unlink(missing_ok=True)
+            if file.kind == "parquet":
+                link.symlink_to(file.path)
+            elif problem := self._convert(file, link):
                 taken.problems[name] = problem
-            if (self._folder / run.id / name).exists():
+            if link.exists():
                 usable.append(name)
         try:
             if usable:
@@ -246,16 +245,8 @@ class RolloutIndex:
                 except duckdb.Error as error:
                     taken.problems[name] = f"{files[name].path} cannot be read: {_first_line(error)}"
 
-    def _bring(self, run: Run, name: str, file: RolloutFile) -> str:
-        """Link to a file, or to what it is converted to; what is wrong with it."""
-        link = self._folder / run.id / name
-        link.unlink(missing_ok=True)
-        if file.kind == "parquet":
-            link.symlink_to(file.path)
-            return ""
-        return self._convert(file, link)
-
     def _convert(self, file: RolloutFile, path: Path) -> str:
+        """Write a file's rows as Parquet; return what is wrong with it."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -288,5 +279,4 @@ def _quoted(text: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"^[A-Z][A-Za-z ]* Error: ", "", line)
+    return re.sub(r"^[A-Z][A-Za-z ]* Error: ", "", first_line(error))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import mimetypes
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -58,13 +58,16 @@ def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlett
     def as_json(status: int, text: str) -> Response:
         return Response(text, status, media_type="application/json")
 
+    def refused(status: int, error: object) -> Response:
+        return as_json(status, to_json({"error": str(error), "problems": []}))
+
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         """Let through who is on this machine and has the token."""
         cookie = f"skyrl_view_{request.url.port or 80}"
         if _host_of(request.headers.get("host", "")) not in _HOSTS:
-            response: Response = as_json(421, to_json({"error": "open this by 127.0.0.1 or localhost", "problems": []}))
+            response: Response = refused(421, "open this by 127.0.0.1 or localhost")
         elif request.method != "GET":
-            response = as_json(405, to_json({"error": "nothing can be changed here", "problems": []}))
+            response = refused(405, "nothing can be changed here")
         elif request.url.path == "/" and _is_equal(request.query_params.get("token", ""), token):
             response = RedirectResponse("/", 303)
             response.set_cookie(cookie, token, httponly=True, samesite="strict")
@@ -73,7 +76,7 @@ def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlett
         elif request.url.path == "/":
             response = PlainTextResponse(_NO_TOKEN, 403)
         else:
-            response = as_json(403, to_json({"error": _NO_TOKEN, "problems": []}))
+            response = refused(403, _NO_TOKEN)
         response.headers.update(_HEADERS)
         return response
 
@@ -89,29 +92,28 @@ def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlett
             try:
                 found = answers.picture(request.query_params.get("run", ""), request.query_params.get("sum", ""))
             except NotThereError as error:
-                return as_json(404, to_json({"error": str(error), "problems": []}))
+                return refused(404, error)
             except (ValueError, ModelError) as error:
-                return as_json(400, to_json({"error": str(error), "problems": []}))
+                return refused(400, error)
             return Response(found.data, media_type=found.media_type)
 
         return await run_in_threadpool(made)
 
     async def export(request: Request) -> Response:
-        def made() -> tuple[int, str, dict[str, str]]:
+        def made() -> Response:
             try:
                 report = write_report(answers, request.query_params.multi_items(), static)
             except ValueError as error:
-                return 400, to_json({"error": str(error), "problems": []}), {"Content-Type": "application/json"}
-            headers = {"Content-Type": "text/html; charset=utf-8"}
-            return 200, report, headers | {"Content-Disposition": 'attachment; filename="report.html"'}
+                return refused(400, error)
+            headers = {"Content-Disposition": 'attachment; filename="report.html"'}
+            return Response(report, headers=headers, media_type="text/html")
 
-        status, text, headers = await run_in_threadpool(made)
-        return Response(text, status, headers)
+        return await run_in_threadpool(made)
 
     async def file(request: Request) -> Response:
         path = static_file(static, request.path_params.get("name", "index.html"))
         if path is None:
-            return as_json(404, to_json({"error": "there is no such file", "problems": []}))
+            return refused(404, "there is no such file")
         kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
         return Response(path.read_bytes(), media_type="text/javascript" if path.suffix == ".js" else kind)
 
@@ -134,13 +136,13 @@ def static_file(static: Path, name: str) -> Path | None:
         return None
 
 
-def serve(app: Starlette, *, port: int, announce: Callable[[int], None], hosts: Sequence[str] = ("127.0.0.1",)) -> None:
+def serve(app: Starlette, *, port: int, announce: Callable[[int], None]) -> None:
     """Answer until the process is told to end. `announce` is told the port, a free one where `port` is 0."""
     import uvicorn
 
     config = uvicorn.Config(
         app,
-        host=hosts[0],
+        host="127.0.0.1",
         port=port,
         log_level="warning",
         access_log=False,  # addresses have the token

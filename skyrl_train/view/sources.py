@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,9 +81,11 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """Return what a list of runs says of it."""
         files = self.rollout_files()
-        times = [_changed(path) for path in (self.folder.metrics_file, self.root / "run.log")]
-        times += [each.stamp[2] / 1e9 for each in files]
-        planned = _object(self.folder.plan_file).get("total_steps")
+        times = [each.stamp[2] / 1e9 for each in files]
+        for path in (self.folder.metrics_file, self.root / "run.log"):
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        planned = read_object(self.folder.plan_file, []).get("total_steps")
         steps = [each.step for each in files if each.purpose != "failed"]
         steps += [] if (last := _last_step(self.folder.metrics_file)) is None else [last]
         return {
@@ -93,7 +96,7 @@ class Run:
             "state": self.state(),
             "last_step": max(steps, default=None),
             "total_steps": planned if type(planned) is int else None,
-            "updated": max((each for each in times if each is not None), default=None),
+            "updated": max(times, default=None),
             "num_rollout_files": len(files),
         }
 
@@ -155,13 +158,6 @@ def _files(folder: Path, pattern: re.Pattern[str], purpose: str) -> list[Rollout
     return found
 
 
-def _changed(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
 def _last_step(path: Path) -> int | None:
     """Return the step of the last whole line of `metrics.jsonl`."""
     try:
@@ -173,9 +169,18 @@ def _last_step(path: Path) -> int | None:
         return None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return a JSON object from a file; an empty one where there is none."""
     try:
         content = read_json(path)
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(f"{path} cannot be read: {first_line(error)}")
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,7 +6,8 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,17 @@ _READ_TIMEOUT_S = 60.0
 _LEVEL = re.compile(r"^\S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 
 
+@contextmanager
+def held_in_time(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[None]:
+    """Wraps what one thread does at a time. Raises DeadlineError where another does not end in time."""
+    if not lock.acquire(timeout=timeout_s):
+        raise DeadlineError(what, timeout_s, "Ask again.")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 @dataclass
 class Tail:
     """A file of lines that grows, read as far as there are whole lines."""
@@ -39,12 +51,8 @@ class Tail:
 
     def refresh(self) -> None:
         """Read what is new; all, where the file was replaced or cut. Raises DeadlineError where a disk does not answer."""
-        if not self._lock.acquire(timeout=_READ_TIMEOUT_S):
-            raise DeadlineError(f"the disk of {self.path}", _READ_TIMEOUT_S, "Ask again.")
-        try:
+        with held_in_time(self._lock, f"the disk of {self.path}", _READ_TIMEOUT_S):
             self._read()
-        finally:
-            self._lock.release()
 
     def _read(self) -> None:
         try:
@@ -58,20 +66,31 @@ class Tail:
             self.inode, self.offset, self.records, self.torn = 0, 0, [], 0
             return
         self.offset += len(whole) + len(newline)
-        for line in whole.split(b"\n") if newline else ():
-            try:
-                record = parse_strict_json(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                self.records.append(record)
-            else:
-                self.torn += 1
+        lines = whole.split(b"\n") if newline else []
+        found = records_in(lines)
+        self.records += found
+        self.torn += len(lines) - len(found)
 
     @property
     def position(self) -> str:
         """Where the next line begins, for `new_lines`."""
         return f"{self.inode}-{self.offset}"
+
+
+def records_in(lines: Iterable[bytes | str]) -> list[Json]:
+    """Return the records of a step among lines of JSON."""
+    return [record for record in objects_in(lines) if type(record.get("step")) is int]
+
+
+def objects_in(lines: Iterable[bytes | str]) -> list[Json]:
+    """Return the objects among lines of JSON; what is none is left out."""
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            record = parse_strict_json(line)
+            if isinstance(record, dict):
+                found.append(record)
+    return found
 
 
 def new_lines(path: Path, position: str) -> tuple[list[str], str, bool, bool]:
@@ -118,7 +137,9 @@ def log_warnings(path: Path) -> tuple[list[Json], int]:
         with path.open("rb") as file:
             _, size = _identity(file.fileno())
             start = max(0, size - _LOG_BYTES)
-            before = sum(chunk.count(b"\n") for chunk in _chunks(file, start))
+            before = 0
+            while chunk := file.read(min(start - file.tell(), 2**20)):
+                before += chunk.count(b"\n")
             text = file.read(_LOG_BYTES).decode(errors="replace")
     except OSError:
         return [], 0
@@ -139,10 +160,3 @@ def log_warnings(path: Path) -> tuple[list[Json], int]:
 def _identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size
-
-
-def _chunks(file: Any, stop: int) -> Iterable[bytes]:
-    while (left := stop - file.tell()) > 0:
-        if not (chunk := file.read(min(left, 2**20))):
-            return
-        yield chunk

@@ -18,9 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from skyrl_train.errors import SkyrlTrainError, counted
-from skyrl_train.telemetry.records import read_failed_rollouts, read_rollouts
+from skyrl_train.telemetry.records import pairs_of, read_failed_rollouts, read_rollouts
 from skyrl_train.telemetry.trackers import SampleRow, sample_row
-from skyrl_train.types import Prompt, Trajectory
 from skyrl_train.view.sources import RolloutFile, Run, find_runs
 
 LONGEST_TEXT = 600
@@ -54,19 +53,11 @@ def _chosen(run: Run, step: int | None) -> list[RolloutFile]:
     return list({each.purpose: each for each in wanted}.values())
 
 
-def _pairs(file: RolloutFile) -> list[tuple[Prompt, Trajectory]]:
-    if file.purpose == "failed":
-        return read_failed_rollouts(file.path)
-    batches = read_rollouts(file.path).values()
-    return [
-        (batch.prompts[index // batch.n_samples_per_prompt], trajectory)
-        for batch in batches
-        for index, trajectory in enumerate(batch.trajectories)
-    ]
-
-
 def _table(run: Run, file: RolloutFile, limit: int) -> Table:
-    pairs = _pairs(file)
+    if file.purpose == "failed":
+        pairs = read_failed_rollouts(file.path)
+    else:
+        pairs = [pair for batch in read_rollouts(file.path).values() for pair in pairs_of(batch)]
     rows = [sample_row(prompt.messages, trajectory) for prompt, trajectory in pairs]
     failed = sum(math.isnan(float(row["reward"])) for row in rows)
     title = f"{run.root.name}: {file.purpose}, step {file.step}, {counted(len(rows), 'sample')}, {failed} failed"

@@ -239,17 +239,8 @@ def _column_facts(turns: Sequence[Json]) -> list[Json]:
         if columns:
             values = [value for column in columns for value in column if value is not None]
             low, high = (min(values), max(values)) if values and kind != "flag" else (None, None)
-            facts.append(
-                {
-                    "name": name,
-                    "label": label,
-                    "meaning": meaning,
-                    "kind": kind,
-                    "min": low,
-                    "max": high,
-                    "centre": centre,
-                }
-            )
+            about = {"name": name, "label": label, "meaning": meaning, "kind": kind, "centre": centre}
+            facts.append({**about, "min": low, "max": high})
     return facts
 
 

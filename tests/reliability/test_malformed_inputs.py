@@ -26,8 +26,9 @@ import pyarrow as pa
 import pytest
 from pyarrow.parquet import read_table, write_table
 
+from skyrl_train.config import SFTDataConfig
 from skyrl_train.config.models import HTTPConfig
-from skyrl_train.data import RowFormat, find_sources, load_prompts, read_content, read_rows
+from skyrl_train.data import find_sources, load_prompts, read_content, read_rows
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.inference import HTTPEngine
 from skyrl_train.rollout import check_answer
@@ -86,7 +87,7 @@ def conversation(numbers: random.Random, folder: Path) -> str:
     try:
         for source in find_sources([str(path)]):
             for row in read_rows(source):
-                _require_exact(vars(read_content(row, RowFormat())))
+                _require_exact(vars(read_content(row, SFTDataConfig())))
     except DataError as error:
         return _refused(error, str(path), one_of=PLACES)
     return "accepted"

@@ -4,13 +4,18 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.data.sft.async_collator import AsyncBatchCollator
     from skyrl_train.data.sft.collate import Collator, DefaultCollator, PackedDataCollator, example_batch
-    from skyrl_train.data.sft.epoch_order import EpochOrder
-    from skyrl_train.data.sft.examples import ExampleFormat, Loaded, load_examples
-    from skyrl_train.data.sft.step_stream import Closing, StepStream, by_documents, by_rows, by_tokens
-    from skyrl_train.data.sft.token_cache import default_folder
-    from skyrl_train.data.sft.token_store import ExampleSet, Ints, SourcePart, TokenStore, store_of
+    from skyrl_train.data.sft.examples import Loaded, load_examples
+    from skyrl_train.data.sft.loader import AsyncBatchCollator
+    from skyrl_train.data.sft.step_stream import Closing, EpochOrder, StepStream, by_documents, by_rows, by_tokens
+    from skyrl_train.data.sft.token_store import (
+        ExampleSet,
+        Ints,
+        SourcePart,
+        TokenStore,
+        default_folder,
+        store_of,
+    )
 
 __all__ = [
     "AsyncBatchCollator",
@@ -18,7 +23,6 @@ __all__ = [
     "Collator",
     "DefaultCollator",
     "EpochOrder",
-    "ExampleFormat",
     "ExampleSet",
     "Ints",
     "Loaded",

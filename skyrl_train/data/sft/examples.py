@@ -1,7 +1,7 @@
 """Sources of supervised data to examples: read, rendered, tokenised once, masked, and cut to length.
 
 rows --conversations.py--> messages or text --loss_spans.py--> text and what the assistant wrote
-     --tokenizer--> token ids and loss mask --token_cache.py--> TokenStore --over_long--> ExampleSet
+     --tokenizer--> token ids and loss mask --token_store.py--> TokenStore --over_long--> ExampleSet
 """
 
 from __future__ import annotations
@@ -9,45 +9,39 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from skyrl_train.config.data import ImagesConfig
-from skyrl_train.data.conversations import Content, Conversation, PlainText, RowFormat, read_content
-from skyrl_train.data.rows import BY_NAME, Row, Source, find_sources, read_rows
-from skyrl_train.data.sft import token_cache
-from skyrl_train.data.sft.loss_spans import LossOn, LossSpans, Rendered, trained_messages
-from skyrl_train.data.sft.token_store import ExampleSet, PlacedReference, SourcePart, TokenStore, store_of
+from skyrl_train.config import SFTDataConfig
+from skyrl_train.data.conversations import Content, Conversation, PlainText, read_content
+from skyrl_train.data.rows import Row, Source, find_sources, read_rows
+from skyrl_train.data.sft.loss_spans import LossSpans, Rendered, Span, trained_messages
+from skyrl_train.data.sft.token_store import (
+    FORMAT,
+    ExampleSet,
+    PlacedReference,
+    SourcePart,
+    TokenStore,
+    cached,
+    default_folder,
+    digest_of_file,
+    store_of,
+)
 from skyrl_train.data.sources.images import ImageReading, references_in, with_references
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, expanded, find_spans
-from skyrl_train.registry import PartSpec
 from skyrl_train.types import Tokenizer
 
-OverLong = Literal["truncate", "drop", "error"]
 Progress = Callable[[str, int], None]
 """Called with (source, rows tokenised so far)."""
 
 _ROWS_AT_ONCE = 512
 """Rows that the tokenizer gets together: it works on them in parallel."""
-_READ_BYTES = 1 << 20
-_IMAGES = ImagesConfig()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExampleFormat:
-    """All that decides about the tokens and the mask of a row."""
-
-    rows: RowFormat = field(default_factory=RowFormat)
-    loss_on: LossOn = "all"
-    """Of a conversation: the last message of the assistant, or all of them."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +63,16 @@ class Loaded:
 def load_examples(
     specs: Sequence[str],
     tokenizer: Tokenizer,
-    form: ExampleFormat,
+    data: SFTDataConfig,
     *,
-    max_length: int,
-    over_long: OverLong,
-    reader: PartSpec = BY_NAME,
     limit: int = 0,
-    cache_folder: Path | None = None,
     on_progress: Progress | None = None,
-    image_settings: ImagesConfig = _IMAGES,
     images: ImageReading | None = None,
 ) -> Loaded:
     """Return the examples of all sources that `specs` name, in order.
 
     Args:
-        max_length: Tokens of an example.
-        over_long: Cut a longer one, leave it out, or refuse it. Whatever is cut or left out is counted.
-        reader: How a source is read, as `data.reader`.
         limit: Read only so many rows, from the first source on; 0 is all.
-        cache_folder: Of `token_cache`; None tokenises in memory.
-        image_settings: As `data.images`.
         images: How images are read, where the model reads any; its rows are tokenised in memory.
 
     Raises:
@@ -96,65 +80,51 @@ def load_examples(
     """
     stores: list[tuple[str, TokenStore]] = []
     left = limit
-    for source in find_sources(specs, reader):
-        encoder = _Encoder(tokenizer, form, image_settings, images)
-        store = _tokenised(source, encoder, left, cache_folder if images is None else None, on_progress)
+    for source in find_sources(specs, data.reader):
+        store = _tokenised(source, Encoder(tokenizer, data, images), left, on_progress)
         stores.append((source.name, store))
-        if limit and (left := left - store.num_examples) <= 0:
+        if limit and (left := left - len(store.lengths)) <= 0:
             break
-    return _cut_to_length(stores, max_length, over_long, None if images is None else images.read)
+    return _cut_to_length(stores, data.max_length, data.over_long, None if images is None else images.read)
 
 
-def _tokenised(
-    source: Source,
-    encoder: _Encoder,
-    limit: int,
-    cache_folder: Path | None,
-    on_progress: Progress | None,
-) -> TokenStore:
+def _tokenised(source: Source, encoder: Encoder, limit: int, on_progress: Progress | None) -> TokenStore:
     def make() -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
         rows = read_rows(source)
         yield from encoder.tokenise(islice(rows, limit) if limit else rows, on_progress)
 
-    if cache_folder is None:
+    data = encoder.data
+    if encoder.images is not None or not data.cache:
         store = store_of(make())
         return replace(store, images=tuple(encoder.placed) if any(encoder.placed) else ())
-    key = cache_key(source, encoder.tokenizer, encoder.form, limit)
+    folder = Path(data.cache_dir).expanduser() if data.cache_dir else default_folder()
     try:
-        return token_cache.cached(cache_folder, key, make)
+        return cached(folder, cache_key(source, encoder.tokenizer, data, limit), make)
     except OSError as error:
         raise DataError(
-            f"{source.location}: its tokens cannot be kept in {cache_folder} ({error}). "
+            f"{source.location}: its tokens cannot be kept in {folder} ({error}). "
             "Set data.cache_dir to a folder with room, or data.cache=false."
         ) from error
 
 
-def cache_key(source: Source, tokenizer: Tokenizer, form: ExampleFormat, limit: int) -> str:
+def cache_key(source: Source, tokenizer: Tokenizer, data: SFTDataConfig, limit: int) -> str:
     """Return the hash of the source's content, the tokenizer, the format, and the versions of the libraries that
     tokenise.
     """
+    rows = {name: getattr(data, name) for name in ("format", "prompt_column", "completion_column", "chat_template")}
+    form = {"rows": rows, "loss_on": data.loss_on, "template_kwargs": data.template_kwargs}
     parts = [
-        str(token_cache.FORMAT),
-        _digest_of_file(Path(source.location)) if source.is_file else _digest_of_rows(source, limit),
+        str(FORMAT),
+        digest_of_file(Path(source.location), "sha256") if source.is_file else _digest_of_rows(source, limit),
         _digest_of_tokenizer(tokenizer),
-        json.dumps(asdict(form), sort_keys=True, default=str),
+        json.dumps(form, sort_keys=True, default=str),
         str(limit),
         *(metadata.version(name) for name in ("transformers", "tokenizers")),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def tokenise(
-    rows: Iterator[Row],
-    tokenizer: Tokenizer,
-    form: ExampleFormat,
-    on_progress: Progress | None = None,
-) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Yield token ids and loss mask of each row, in order. Raises DataError naming the row."""
-    yield from _Encoder(tokenizer, form, _IMAGES, None).tokenise(rows, on_progress)
-
-
-class _Encoder:
+class Encoder:
     """Rows to tokens with one tokenizer and one format.
 
     A text is tokenised in pieces, cut where the assistant begins to write: just as it is when the model is asked and
@@ -162,19 +132,17 @@ class _Encoder:
     prompts that it will be given.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, form: ExampleFormat, settings: ImagesConfig, images: ImageReading | None
-    ) -> None:
-        self.tokenizer, self.form = tokenizer, form
+    def __init__(self, tokenizer: Tokenizer, data: SFTDataConfig, images: ImageReading | None = None) -> None:
+        self.tokenizer, self.data, self.images = tokenizer, data, images
         self.placed: list[tuple[PlacedReference, ...]] = []
         """Of each example so far its images."""
-        self._images, self._image_settings = images, settings
         self._guard = _guard(tokenizer)
         self._spans: LossSpans | None = None
 
     def tokenise(
         self, rows: Iterator[Row], on_progress: Progress | None = None
     ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        """Yield token ids and loss mask of each row, in order. Raises DataError naming the row."""
         done = 0
         while group := list(islice(rows, _ROWS_AT_ONCE)):
             yield from self.encode(group)
@@ -183,15 +151,14 @@ class _Encoder:
                 on_progress(group[0].source, done)
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        rows = [with_references(row, self._image_settings) for row in rows]
-        contents = [read_content(row, self.form.rows) for row in rows]
+        rows = [with_references(row, self.data.images) for row in rows]
+        contents = [read_content(row, self.data) for row in rows]
         texts = [self._rendered(content, row.place) for row, content in zip(rows, contents)]
-        token_ids = self._tokenise([piece for text in texts for piece in _pieces(text)])
-        position = 0
-        for row, content, text in zip(rows, contents, texts):
-            stop = position + len(_pieces(text))
-            ids, mask = _join(token_ids[position:stop])
-            position = stop
+        cuts = [_cuts(text) for text in texts]
+        pieces = [(text.text, span) for text, spans in zip(texts, cuts) for span in spans]
+        token_ids = iter(self._tokenise(pieces))
+        for row, content, spans in zip(rows, contents, cuts):
+            ids, mask = _join(list(islice(token_ids, len(spans))))
             if isinstance(content, PlainText):
                 ids, mask = self._ended(ids, mask)
             else:
@@ -204,11 +171,11 @@ class _Encoder:
         self, ids: list[int], mask: list[bool], content: Conversation, place: str
     ) -> tuple[list[int], list[bool]]:
         """Return the tokens with as many placeholders for each image as it has tokens, and note where they stand."""
-        if self._images is None:
+        if self.images is None:
             return ids, mask
-        references, placeholder = references_in(content.messages), self._images.placeholder
+        references, placeholder = references_in(content.messages), self.images.placeholder
         try:
-            images = [self._images.read(each) for each in references]
+            images = [self.images.read(each) for each in references]
             longer = expanded(ids, placeholder, images)
             spans = find_spans(longer, placeholder, images)
         except ValueError as error:
@@ -229,19 +196,20 @@ class _Encoder:
         if isinstance(content, PlainText):
             text = content.prompt + content.completion
             return Rendered(text=text, spans=((len(content.prompt), len(text)),))
-        if self._images is None and references_in(content.messages):  # which the template may refuse, or leave out
+        if self.images is None and references_in(content.messages):  # which the template may refuse, or leave out
             raise DataError(f"{place}: has images, and the model reads none. Give model.path one that does.")
         if self._spans is None:
-            self._spans = LossSpans(self.tokenizer, self.form.template_kwargs, self._images)
-        return self._spans.render(content, trained_messages(content, self.form.loss_on, place), place)
+            self._spans = LossSpans(self.tokenizer, self.data.template_kwargs, self.images)
+        return self._spans.render(content, trained_messages(content, self.data.loss_on, place), place)
 
-    def _tokenise(self, pieces: Sequence[_Piece]) -> list[list[int]]:
-        """Return the token ids of each piece, without any that the tokenizer adds."""
+    def _tokenise(self, pieces: Sequence[tuple[str, Span]]) -> list[list[int]]:
+        """Return the token ids of each piece of a text, without any that the tokenizer adds."""
         guard, guard_id = self._guard
-        texts = [piece.text if piece.opens else guard + piece.text for piece in pieces]
+        texts = [f"{guard if start else ''}{text[start:stop]}" for text, (start, stop) in pieces]
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        skip = [0 if piece.opens or guard_id is None else 1 for piece in pieces]
-        return [list(ids[first:]) for ids, first in zip(encoded, skip)]
+        return [
+            list(ids[1 if start and guard_id is not None else 0 :]) for ids, (_, (start, _)) in zip(encoded, pieces)
+        ]
 
     def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
         """Put plain text between the tokens that begin and end one."""
@@ -251,31 +219,18 @@ class _Encoder:
         return (ids, mask) if eos is None else ([*ids, int(eos)], [*mask, True])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A part of a text that is tokenised by itself."""
-
-    text: str
-    opens: bool
-    """The text begins with it."""
-
-
-def _pieces(rendered: Rendered) -> list[_Piece]:
-    """Return what stands before the first span; then for each span three pieces: with what follows it, alone, what
-    follows.
-    """
-    text, spans = rendered.text, rendered.spans
-    pieces = [_Piece(text=text[: spans[0][0]], opens=True)]
-    for (start, stop), end in zip(spans, [*(start for start, _ in spans[1:]), len(text)]):
-        pieces += [
-            _Piece(text=text[first:last], opens=first == 0)
-            for first, last in ((start, end), (start, stop), (stop, end))
-        ]
-    return pieces
+def _cuts(rendered: Rendered) -> list[Span]:
+    """Return the pieces that are tokenised by themselves: what stands before the first span; then for each span three: with
+    what follows it, alone, what follows."""
+    spans = rendered.spans
+    cuts = [(0, spans[0][0])]
+    for (start, stop), end in zip(spans, [*(start for start, _ in spans[1:]), len(rendered.text)]):
+        cuts += [(start, end), (start, stop), (stop, end)]
+    return cuts
 
 
 def _join(pieces: Sequence[list[int]]) -> tuple[list[int], list[bool]]:
-    """Return token ids and mask from the tokens of `_pieces`.
+    """Return token ids and mask from the tokens of `_cuts`.
 
     A span is tokenised together with what follows it, as templates mean it (a token such as `<|end|>` may take the
     newline after it along), unless that would join the span's last token with something else.
@@ -304,14 +259,14 @@ def _guard(tokenizer: Tokenizer) -> tuple[str, int | None]:
 def _cut_to_length(
     stores: Sequence[tuple[str, TokenStore]],
     max_length: int,
-    over_long: OverLong,
+    over_long: str,
     read_image: Callable[[str], Image] | None,
 ) -> Loaded:
     """Apply `over_long` to every source."""
     parts, digest = [], hashlib.sha256(f"{max_length} {over_long}".encode())
     truncated = dropped = without_loss = longest = 0
     for name, store in stores:
-        lengths = np.diff(store.offsets)
+        lengths = store.lengths
         too_long = np.flatnonzero(lengths > max_length)
         longest = max(longest, int(lengths.max(initial=0)))
         if over_long == "error" and len(too_long):
@@ -330,7 +285,9 @@ def _cut_to_length(
                     f"{name}, row {row}: data.max_length={max_length} cuts an image off. Raise data.max_length, or set "
                     "data.over_long=drop."
                 )
-            empty = [row for row in too_long if not _has_loss(store, int(row), max_length)]
+            starts = store.offsets[too_long]
+            has_loss = [store.loss_mask[start : start + max_length].any() for start in starts.tolist()]
+            empty = too_long[~np.asarray(has_loss, dtype=bool)]
             kept[empty] = False
             without_loss += len(empty)
             truncated += len(too_long) - len(empty)
@@ -355,19 +312,6 @@ def _cut_to_length(
         longest=longest,
         sha256=digest.hexdigest(),
     )
-
-
-def _has_loss(store: TokenStore, row: int, max_length: int) -> bool:
-    start = int(store.offsets[row])
-    return bool(store.loss_mask[start : start + max_length].any())
-
-
-def _digest_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _digest_of_rows(source: Source, limit: int) -> str:

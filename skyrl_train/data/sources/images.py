@@ -22,12 +22,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.data import ImagesConfig
+from skyrl_train.data.columns import PROMPTS
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError, ModelError
 from skyrl_train.images import Image, ImageSpans, find_spans
@@ -210,7 +211,7 @@ def _put_first(values: dict[str, Any], source: _Source) -> dict[str, Any]:
                 changed = {**value[number], "content": [*parts, text]}
                 source.left = []
                 return {**values, name: [*value[:number], changed, *value[number + 1 :]]}
-    for name in ("prompt", "question", "problem", "query"):
+    for name in PROMPTS:
         if isinstance(values.get(name), str):
             source.left = []
             content = [*parts, {"type": "text", "text": values[name]}]
@@ -255,11 +256,8 @@ class _Source:
     folder: Path | None
     """Of the data file; None where neither files nor addresses are read."""
     place: str
-    left: list[str] = None  # type: ignore[assignment]
+    left: list[str] = field(default_factory=list)
     """References of the image column that no part has taken yet."""
-
-    def __post_init__(self) -> None:
-        self.left = []
 
     def part(self, part: Mapping[str, Any]) -> dict[str, str]:
         """Return the part with a reference. Raises DataError."""

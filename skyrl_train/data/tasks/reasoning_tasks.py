@@ -218,15 +218,6 @@ def _tasks(specs: Sequence[PartSpec]) -> list[_Task]:
     return found
 
 
-def _turns(weights: Sequence[float], count: int) -> list[int]:
-    """Return which task gives each of `count` rows: the one that is furthest behind its weight."""
-    taken, turns = [0] * len(weights), list[int]()
-    for _ in range(count):
-        turns.append(min(range(len(weights)), key=lambda index: (taken[index] + 0.5) / weights[index]))
-        taken[turns[-1]] += 1
-    return turns
-
-
 def _rows(
     task: _Task, count: int, split: str, seed: int, seen: set[str], repeated: Counter[str]
 ) -> Iterator[dict[str, Any]]:
@@ -291,14 +282,16 @@ def _plain(value: Any) -> Any:
 def _make(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rows by split: the held-out ones first, whose questions the others leave out; and how many were `repeated`,
     by task."""
+    from skyrl_train.data.mix import next_slots  # not above: workers of environments import this module to score alone
+
     tasks, seen, repeated = _tasks(asked["tasks"]), set[str](), Counter[str]()
     made: dict[str, Any] = {"repeated": repeated}
     for split, size in asked["sizes"].items():
-        turns = _turns([task.weight for task in tasks], size)
+        slots = next_slots([task.weight for task in tasks], [0] * len(tasks), size)
         rows = [
-            _rows(task, turns.count(number), split, asked["seed"], seen, repeated) for number, task in enumerate(tasks)
+            _rows(task, slots.count(number), split, asked["seed"], seen, repeated) for number, task in enumerate(tasks)
         ]
-        made[split] = [next(rows[number]) for number in turns]
+        made[split] = [next(rows[number]) for number in slots]
     return made
 
 

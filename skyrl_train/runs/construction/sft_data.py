@@ -12,13 +12,12 @@ from skyrl_train.config import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from skyrl_train.config.data import NO_HELD_OUT
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.rules import data_parallel_size
-from skyrl_train.data import BatchLoader, RowFormat, find_sources
+from skyrl_train.data import BatchLoader, find_sources
 from skyrl_train.data.sft import (
     Closing,
     Collator,
     DefaultCollator,
     EpochOrder,
-    ExampleFormat,
     ExampleSet,
     Loaded,
     PackedDataCollator,
@@ -26,7 +25,6 @@ from skyrl_train.data.sft import (
     by_documents,
     by_rows,
     by_tokens,
-    default_folder,
     load_examples,
 )
 from skyrl_train.errors import counted
@@ -101,26 +99,8 @@ def _load(
 ) -> Loaded:
     check_special_tokens(model)
 
-    rows = RowFormat(
-        format=data.format,
-        prompt_column=data.prompt_column,
-        completion_column=data.completion_column,
-        chat_template=data.chat_template,
-    )
-    folder = Path(data.cache_dir).expanduser() if data.cache_dir else default_folder()
-    loaded = load_examples(
-        specs,
-        load_tokenizer(model),
-        ExampleFormat(rows=rows, loss_on=data.loss_on, template_kwargs=data.template_kwargs),
-        max_length=data.max_length,
-        over_long=data.over_long,
-        reader=data.reader,
-        limit=limit,
-        cache_folder=folder if data.cache else None,
-        on_progress=on_progress,
-        image_settings=data.images,
-        images=image_reading(model, data.images),
-    )
+    images = image_reading(model, data.images)
+    loaded = load_examples(specs, load_tokenizer(model), data, limit=limit, on_progress=on_progress, images=images)
     for part in loaded.examples.parts:
         check_token_ids(int(part.store.input_ids.max(initial=0)), model, part.name)
     return loaded

@@ -14,14 +14,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from skyrl_train.registry import at_breakpoint
@@ -69,7 +62,7 @@ class RunConsole:
         self._print(Text(f"warning: {line}", style="yellow"))
 
     def show(self, renderable: RenderableType) -> None:
-        """A table or another rich object."""
+        """Show a table or another rich object."""
         self._console.print(renderable)
 
     def step(self, metrics: Mapping[str, float], *, step: int, total_steps: int) -> None:
@@ -79,11 +72,9 @@ class RunConsole:
             self._step_seconds.append(seconds)
         if not self._step_lines:
             return
-        left_s = self._mean_step_s() * (total_steps - step)
+        mean_s = sum(self._step_seconds) / max(1, len(self._step_seconds))
+        left_s = mean_s * (total_steps - step)
         self._print(Text(step_line(metrics, step=step, total_steps=total_steps, left_s=left_s)))
-
-    def _mean_step_s(self) -> float:
-        return sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

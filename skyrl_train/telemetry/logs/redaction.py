@@ -21,30 +21,9 @@ from urllib.parse import quote, quote_plus, unquote
 
 REDACTED = "<redacted>"
 
-_SECRET_WORDS = frozenset(
-    {
-        "apikey",
-        "auth",
-        "authorization",
-        "bearer",
-        "cookie",
-        "credential",
-        "credentials",
-        "dsn",
-        "jwt",
-        "key",
-        "passphrase",
-        "passwd",
-        "password",
-        "pat",
-        "pwd",
-        "secret",
-        "secrets",
-        "sig",
-        "signature",
-        "token",
-        "webhook",
-    }
+_SECRET_WORD = re.compile(
+    "apikey|auth|authorization|bearer|cookie|credentials?|dsn|jwt|key|passphrase|pat|pwd|secrets|sig|signature|token|webhook"
+    "|.*(?:password|passwd|secret)"
 )
 _WHERE_WORDS = frozenset({"dir", "env", "file", "folder", "path", "sock"})
 _OPEN_WORDS = frozenset({"auth", "dsn", "jwt", "key", "pat", "cookie", "sig", "signature", "webhook"})
@@ -98,7 +77,7 @@ def is_secret_name(name: str) -> bool:
     """True for `api_key`, `hfToken`, `PASSWORD`; False for `max_tokens_per_microbatch` and `tokenizer_path`, and for
     `api_key_env` and `token_file`, which say where a secret is."""
     words = [word.lower() for word in _WORD.findall(name)]
-    is_secret = any(word in _SECRET_WORDS or word.endswith(("password", "passwd", "secret")) for word in words)
+    is_secret = any(map(_SECRET_WORD.fullmatch, words))
     return is_secret and words[-1] not in _WHERE_WORDS
 
 

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_train.system.processes import state
 from skyrl_train.telemetry.logs.redaction import redact_text
 
 RUN_VARIABLE = "SKYRL_TRAIN_RUN"
@@ -126,25 +127,26 @@ def here(run: str = "") -> str:
     run = run or os.environ.get(RUN_VARIABLE, "")
     if not _LINUX or not run:
         return f"this process, pid {os.getpid()}:\n{_indented(_of_itself())}"
-    answering, parents = _answering(), _parents()
-    members = _with_descendants({pid for pid, each in answering.items() if each.run == run}, parents)
-    asked = {pid: answering[pid] for pid in members if pid in answering and _state(pid) not in "TtZX"}
+    pids = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+    answering = {pid: process for pid in pids if (process := _of_process(pid)) is not None}
+    members = _with_descendants({pid for pid, each in answering.items() if each.run == run}, pids)
+    asked = {pid: answering[pid] for pid in members if pid in answering and state(pid) not in "TtZX"}
     told = _ask(asked)
     lines = []
     for pid in sorted(members):
         who = answering[pid].role if pid in answering else _command(pid)
-        if (state := _state(pid)) in "ZX" or (pid not in answering and _RAYS_OWN.search(who)):
+        if (letter := state(pid)) in "ZX" or (pid not in answering and _RAYS_OWN.search(who)):
             continue
         if pid in told:
             lines.append(f"{who}, pid {pid}:\n{_indented(_working_threads(told[pid]))}")
-        elif state in "Tt":
+        elif letter in "Tt":
             lines.append(
-                f"{who}, pid {pid}: is stopped by a signal (state {state}), as by SIGSTOP, and can say nothing"
+                f"{who}, pid {pid}: is stopped by a signal (state {letter}), as by SIGSTOP, and can say nothing"
             )
         elif pid in asked:
-            lines.append(f"{who}, pid {pid}: gave no answer within {_ANSWER_S:g} s (state {state})")
+            lines.append(f"{who}, pid {pid}: gave no answer within {_ANSWER_S:g} s (state {letter})")
         else:
-            lines.append(f"{who}, pid {pid}: is no process that answers (state {state})")
+            lines.append(f"{who}, pid {pid}: is no process that answers (state {letter})")
     return "\n".join(lines)
 
 
@@ -152,11 +154,12 @@ def innermost(pid: int, *, timeout_s: float) -> str:
     """Return where a process is, as `FILE, line N, in FUNCTION`, in code that is of no library; empty where it does not
     say so in time."""
     process = _of_process(pid)
-    if process is None or _state(pid) in "TtZX":
+    if process is None or state(pid) in "TtZX":
         return ""
     threads = [_FRAME.findall(each) for each in _THREAD.split(_ask({pid: process}, timeout_s).get(pid, ""))]
-    own = ((frame for frame in each if not _is_ours(frame[0])) for each in threads)
-    frame = next(filter(None, (next(each, None) for each in own)), None) or (threads[-1][:1] or [None])[0]
+    frames = (frame for each in threads for frame in each)
+    own = (frame for frame in frames if _OF_PACKAGE not in frame[0] and not _OF_LIBRARIES.search(frame[0]))
+    frame = next(own, None) or next(iter(threads[-1]), None)
     return "" if frame is None else f"{frame[0]}, line {frame[1]}, in {frame[2]}"
 
 
@@ -192,11 +195,6 @@ def _ask(processes: Mapping[int, _Process], timeout_s: float = _ANSWER_S) -> dic
     return {pid: text for pid, text in told.items() if text}
 
 
-def _answering() -> dict[int, _Process]:
-    found = ((int(entry.name), _of_process(int(entry.name))) for entry in _PROC.iterdir() if entry.name.isdigit())
-    return {pid: process for pid, process in found if process is not None}
-
-
 def _of_process(pid: int) -> _Process | None:
     with suppress(OSError):
         for name in os.listdir(_PROC / str(pid) / "fd"):
@@ -210,26 +208,14 @@ def _of_process(pid: int) -> _Process | None:
     return None
 
 
-def _parents() -> dict[int, int]:
-    return {int(entry.name): int(_stat(int(entry.name))[1]) for entry in _PROC.iterdir() if entry.name.isdigit()}
-
-
-def _with_descendants(roots: Iterable[int], parents: Mapping[int, int]) -> set[int]:
-    found = set(roots)
+def _with_descendants(roots: Iterable[int], pids: Iterable[int]) -> set[int]:
+    found, parents = set(roots), dict[int, int]()
+    for pid in pids:
+        with suppress(OSError):  # gone; the parent stands behind name and state, see `proc(5)`
+            parents[pid] = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
-
-
-def _stat(pid: int) -> list[str]:
-    """State and parent of a process, as `proc(5)` has them behind its name."""
-    with suppress(OSError):
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    return ["X", "0"]
-
-
-def _state(pid: int) -> str:
-    return _stat(pid)[0]
 
 
 def _command(pid: int) -> str:
@@ -244,10 +230,6 @@ def _of_itself() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return _working_threads(file.read())
-
-
-def _is_ours(file: str) -> bool:
-    return _OF_PACKAGE in file or bool(_OF_LIBRARIES.search(file))
 
 
 def _working_threads(text: str) -> str:

@@ -44,7 +44,10 @@ FLOAT_COLUMNS = ("advantages", "policy_logprobs", "reference_logprobs", "entropi
 FORMAT = 1
 METADATA = b"skyrl_train"
 
-OF_FIRST_ROW = ("prompt", "extras", "tools", "first_messages", "metrics", "rewards")
+OF_PROMPT = {"prompt": "messages", "extras": "extras", "tools": "tools"}
+OF_TRAJECTORY = ("first_messages", "metrics", "rewards")
+"""Columns of a trajectory's first row, which are JSON: fields of its prompt by the columns' names, and its own."""
+OF_FIRST_ROW = (*OF_PROMPT, *OF_TRAJECTORY)
 KINDS = {
     "global_step": "int",
     "purpose": "text",

@@ -1,5 +1,5 @@
 """Trajectories as JSON, one line a trajectory, exact floats: in the journal of a stream, and in files made elsewhere or by
-versions that wrote lines where `rollout_store.py` writes Parquet. Advantages, where a line has any, are not read.
+versions that wrote lines where `store.py` writes Parquet. Advantages, where a line has any, are not read.
 
 A line, shortened:
 
@@ -65,7 +65,7 @@ UNNUMBERED = -1
 
 
 # What a record must have, under the names of the fields in memory; `alias` is the name in a line where it is another.
-# Parquet's rows are such records, too (`reading.py`), whose columns are arrays.
+# Parquet's rows are such records, too (`store.py`), whose columns are arrays.
 
 
 def _writable(value: Any) -> Any:
@@ -189,13 +189,8 @@ def encode_trajectory(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
         "sample": trajectory.sample_index,
         "outcome": trajectory.outcome.value,
     }
-    if trajectory.failure is not None:
-        failure = trajectory.failure
-        record["failure"] = {
-            "kind": failure.kind.value,
-            "message": failure.message,
-            "turn_index": failure.turn_index,
-        }
+    if (failure := trajectory.failure) is not None:
+        record["failure"] = {"kind": failure.kind.value, "message": failure.message, "turn_index": failure.turn_index}
     else:
         record["reward"] = trajectory.reward
     record |= {
@@ -267,14 +262,26 @@ def in_batches(path: Path, recorded: Iterable[tuple[int, Prompt, Trajectory]]) -
 
 
 def _recorded(path: Path) -> Iterator[tuple[int, Prompt, Trajectory]]:
-    for number, record in _records(path):
-        try:
-            yield decoded(record)
-        except ValueError as error:
-            raise DataError(
-                f"{path}, line {number}: not a recorded trajectory ({error}). It needs uid and, for each of its turns, "
-                "added_token_ids or prompt_token_ids, response_token_ids and reward."
-            ) from error
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                record = parse_json(line.decode().strip())
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place}: not UTF-8 text ({error}).") from error
+            except ValueError as error:
+                raise DataError(f"{place}: {error}.") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{place}: must be an object; got {type(record).__name__}.")
+            try:
+                yield decoded(record)
+            except ValueError as error:
+                raise DataError(
+                    f"{place}: not a recorded trajectory ({error}). It needs uid and, for each of its turns, "
+                    "added_token_ids or prompt_token_ids, response_token_ids and reward."
+                ) from error
 
 
 def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
@@ -351,22 +358,6 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where}no {name!r}"
     rule = _RULES.get(kind, first["msg"].removeprefix("Input should be "))
     return f"{where}{name:.80} must be {rule}; got {shown(first['input'])}"
-
-
-def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line.decode().strip())
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}, line {number}: not UTF-8 text ({error}).") from error
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: {error}.") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{path}, line {number}: must be an object; got {type(record).__name__}.")
-            yield number, record
 
 
 def _batch(groups: Mapping[str, list[tuple[Prompt, Trajectory]]], place: str) -> RolloutBatch:

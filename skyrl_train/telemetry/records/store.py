@@ -1,32 +1,46 @@
-"""The rollouts of a run at rest: Parquet files (`columns.py`), written whole or not at all, and read back."""
+"""The rollouts of a run at rest: Parquet files (`columns.py`), written whole or not at all, and read back. Whatever a file
+holds, its trajectories are as a run writes them, or it is refused with the row."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.errors import DataError
 from skyrl_train.images import as_record
-from skyrl_train.system.files import bring_to_disk, json_text, sync_folder, writable_text
-from skyrl_train.telemetry.records import reading as rollout_reading
+from skyrl_train.system.files import (
+    bring_to_disk,
+    finite_number,
+    json_text,
+    parse_json,
+    shown,
+    sync_folder,
+    writable_text,
+)
 from skyrl_train.telemetry.records.columns import (
     FAILED,
+    FLOAT_COLUMNS,
     FORMAT,
     KINDS,
     LISTS,
     METADATA,
+    OF_FIRST_ROW,
+    OF_PROMPT,
+    OF_TRAJECTORY,
     SUFFIX,
     StoreFacts,
     arrow_schema,
     leaves,
     rollout_file,
 )
-from skyrl_train.telemetry.records.log import in_batches, read_json_lines
+from skyrl_train.telemetry.records.log import decoded, in_batches, read_json_lines
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory, Turn
 
 Pairs = Iterable[tuple[Prompt, Trajectory]]
@@ -37,6 +51,14 @@ FloatColumns = Mapping[str, Sequence[TurnValues | None]]
 
 _ROW_GROUP_ITEMS = 2**22
 """Tokens and characters that are laid out at a time, which bounds the memory of writing."""
+_LARGEST_EXPANSION = 2000
+"""How many times its size a file may say that it holds: more would be made to fill the memory of who reads it."""
+_SMALL = 2**27
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, MemoryError, OverflowError, NotImplementedError)
+"""What pyarrow raises for files that are damaged: its errors are subclasses of these."""
+_REQUIRED = ("uid", "turn", "added_token_ids", "response_token_ids", "reward")
+_NOT_READ = frozenset({"purpose", "error", "trajectory_reward", *FLOAT_COLUMNS})
+"""Columns that a batch of rollouts has no place for."""
 
 
 def write_rollouts(
@@ -92,18 +114,21 @@ def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
     """
     if path.suffix != SUFFIX:
         return read_json_lines(path)
-    return in_batches(path, rollout_reading.recorded(path, allow_infinite=False))
+    return in_batches(path, _recorded(path, allow_infinite=False))
 
 
 def read_failed_rollouts(path: Path) -> list[tuple[Prompt, Trajectory]]:
     """Return the trajectories of `failed_step_N.parquet`, which need not be whole groups, with numbers that are not finite.
     Raises DataError as `read_rollouts` does."""
-    return [(prompt, trajectory) for _, prompt, trajectory in rollout_reading.recorded(path, allow_infinite=True)]
+    return [(prompt, trajectory) for _, prompt, trajectory in _recorded(path, allow_infinite=True)]
 
 
 def read_facts(path: Path) -> StoreFacts:
     """Return what a file says of itself. Raises DataError."""
-    return rollout_reading.read_facts(path) if path.suffix == SUFFIX else StoreFacts()
+    if path.suffix != SUFFIX:
+        return StoreFacts()
+    with _opened(path) as file:
+        return _facts_of(path, file.metadata.metadata)
 
 
 def _write(path: Path, step: Mapping[str, object], pairs: Pairs, columns: FloatColumns, facts: StoreFacts) -> Path:
@@ -203,14 +228,16 @@ def _row_groups(step: Mapping[str, object], pairs: Pairs, columns: FloatColumns,
     last: tuple[Prompt | None, dict[str, Any]] = (None, {})
     for index, (prompt, trajectory) in enumerate(pairs):
         if last[0] is not prompt:  # its samples come one after the other
-            last = prompt, _of_prompt(prompt)
+            last = prompt, {name: json_text(getattr(prompt, field)) for name, field in OF_PROMPT.items()}
         floats = {
             name: _checked(name, values, trajectory, to_bfloat16=facts.float_columns[name] == "bfloat16")
             for name, column in columns.items()
             if (values := column[index]) is not None
         }
         head = {**step, **_head(prompt, trajectory)}
-        first = {**last[1], **_first_row(trajectory)}
+        first = {**last[1], **{name: json_text(getattr(trajectory, name)) for name in OF_TRAJECTORY}}
+        if len(trajectory.teacher_prompt_token_ids):
+            first["teacher_prompt_token_ids"] = trajectory.teacher_prompt_token_ids
         for number, turn in enumerate(trajectory.turns):
             of_tokens = {name: values[number] for name, values in floats.items()}
             rows.append({**head, **first, **_turn_row(turn), "turn": number, **of_tokens})
@@ -238,24 +265,6 @@ def _rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
     bits = values.view(np.uint32)
     nearest = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isfinite(values), nearest.view(np.float32), values)
-
-
-def _of_prompt(prompt: Prompt) -> dict[str, Any]:
-    return {
-        "prompt": json_text(prompt.messages),
-        "extras": json_text(prompt.extras),
-        "tools": json_text(prompt.tools),
-    }
-
-
-def _first_row(trajectory: Trajectory) -> dict[str, Any]:
-    teacher = trajectory.teacher_prompt_token_ids
-    return {
-        "first_messages": json_text(trajectory.first_messages),
-        "metrics": json_text(trajectory.metrics),
-        "rewards": json_text(trajectory.rewards),
-        "teacher_prompt_token_ids": teacher if len(teacher) else None,
-    }
 
 
 def _head(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
@@ -293,3 +302,147 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
         "routed_experts": routed.ravel() if len(routed) else None,
         "routed_experts_shape": routed.shape if len(routed) else None,
     }
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Gives the file with its metadata read."""
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(str(path), page_checksum_verification=True)
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: not a Parquet file that can be read ({_first_line(error)}).") from error
+    with file:
+        yield file
+
+
+def _facts_of(path: Path, metadata: Mapping[bytes, bytes] | None) -> StoreFacts:
+    text = (metadata or {}).get(METADATA)
+    if text is None:  # rollouts made elsewhere
+        return StoreFacts()
+    try:
+        content = parse_json(text)
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {shown(content['format'])}, and {FORMAT} is what this version reads")
+        fraction = finite_number(content, "sample_fraction")
+        if not 0 < fraction <= 1:
+            raise ValueError(f"sample_fraction must be above 0 and at most 1; got {shown(fraction)}")
+        return StoreFacts(float_columns=dict(content["float_columns"]), sample_fraction=fraction)
+    except (ValueError, TypeError, LookupError) as error:
+        raise DataError(f"{path}: its metadata skyrl_train cannot be read ({error}).") from error
+
+
+def _recorded(path: Path, *, allow_infinite: bool) -> Iterator[tuple[int, Prompt, Trajectory]]:
+    """Yield the trajectories of a file and their steps."""
+    rows: list[dict[str, Any]] = []
+    begin = 1
+    for number, row in enumerate(_rows(path), start=1):
+        if row.get("turn") in (None, 0) and rows:
+            yield _decoded(path, begin, rows, allow_infinite=allow_infinite)
+            rows, begin = [], number
+        rows.append(row)
+    if rows:
+        yield _decoded(path, begin, rows, allow_infinite=allow_infinite)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what each row has; a null is not there."""
+    with _opened(path) as file:
+        try:
+            _facts_of(path, file.metadata.metadata)
+            there = set(file.schema_arrow.names)
+            missing = [name for name in _REQUIRED if name not in there]
+            size = sum(file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
+            most = _SMALL + _LARGEST_EXPANSION * path.stat().st_size
+        except _UNREADABLE as error:
+            raise DataError(f"{path}: not a Parquet file that can be read ({_first_line(error)}).") from error
+        if missing:
+            raise DataError(f"{path}: no file of rollouts: it has no column {', '.join(missing)}.")
+        if size > most:
+            raise DataError(f"{path}: it says that it holds {size} bytes, which no rollouts of its size do.")
+        names = [name for name in KINDS if name in there and name not in _NOT_READ]
+        for index in range(file.num_row_groups):
+            try:
+                table = file.read_row_group(index, columns=names, use_threads=False)
+                columns = {name: _values(table.column(name), name) for name in names}
+            except _UNREADABLE as error:
+                raise DataError(f"{path}: it is damaged ({_first_line(error)}).") from error
+            for values in zip(*columns.values()):
+                yield {name: value for name, value in zip(columns, values) if value is not None}
+
+
+def _values(column: Any, name: str) -> list[Any]:
+    """Return what each row has in a column: a Python value, or an array for a list."""
+    kind = KINDS[name]
+    array = column.cast(arrow_schema().field(name).type).combine_chunks()
+    if kind not in LISTS:
+        found: list[Any] = array.to_pylist()
+        return found
+    inner = array.values
+    parts = inner.flatten() if kind == "runs" else [inner]
+    if any(part.null_count for part in parts):
+        raise ValueError(f"{name} has an element that is null")
+    flat = [part.to_numpy(zero_copy_only=False) for part in parts]
+    numbers = np.stack(flat, axis=1) if kind == "runs" else flat[0]
+    offsets, is_there = array.offsets.to_pylist(), array.is_valid().to_pylist()
+    return [numbers[start:stop] if there else None for there, start, stop in zip(is_there, offsets, offsets[1:])]
+
+
+def _decoded(
+    path: Path, begin: int, rows: Sequence[dict[str, Any]], *, allow_infinite: bool
+) -> tuple[int, Prompt, Trajectory]:
+    try:
+        return decoded(_as_line(rows, allow_infinite=allow_infinite), allow_infinite=allow_infinite)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        which = f"row {begin}" if len(rows) == 1 else f"rows {begin} to {begin + len(rows) - 1}"
+        raise DataError(f"{path}, {which}: not a recorded trajectory ({error}).") from error
+
+
+def _as_line(rows: Sequence[dict[str, Any]], *, allow_infinite: bool) -> dict[str, Any]:
+    """Return the rows of a trajectory as the record that a line of JSON has, with arrays for columns. Raises ValueError."""
+    record = rows[0]
+    uid, sample, turns = record.get("uid"), record.get("sample"), rows
+    if len(rows) == 1 and "turn" not in record:
+        turns = []
+    for number, row in enumerate(turns):
+        if (row.get("turn"), row.get("uid"), row.get("sample")) != (number, uid, sample):
+            where = f"turn {row.get('turn')} of {row.get('uid')}/{row.get('sample')}"
+            raise ValueError(f"{where} stands where its turn {number} belongs")
+        try:
+            _complete_turn(row)
+        except ValueError as error:
+            raise ValueError(f"turn {number}: {error}") from None
+    if record.get("num_turns", len(turns)) != len(turns):
+        raise ValueError(f"{len(turns)} of its {record['num_turns']} turns are there")
+    record = {**record, "turns": turns}
+    _parse_json(record, OF_FIRST_ROW)
+    if "failure_kind" in record:
+        names = {"kind": "failure_kind", "message": "failure_message", "turn_index": "failure_turn"}
+        record["failure"] = {name: record.get(column) for name, column in names.items()}
+    for name in ("metrics", "rewards") if allow_infinite else ():  # which stand as texts
+        record[name] = {each: float(number) for each, number in record.get(name, {}).items()}
+    return record
+
+
+def _complete_turn(row: dict[str, Any]) -> None:
+    """Give a row what a turn of a line has in another form."""
+    _parse_json(row, ("observations", "tool_calls", "images"))
+    if "versions" in row:
+        row["weight_versions"] = row["versions"].tolist()
+    if "routed_experts" in row:
+        shape = row.get("routed_experts_shape", np.empty(0)).tolist()
+        if min(shape, default=-1) < 0:
+            raise ValueError(f"routed_experts_shape must be [tokens, layers, k]; got {shape}")
+        row["routed_experts"] = row["routed_experts"].reshape(shape)
+
+
+def _parse_json(row: dict[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if text := row.pop(name, ""):
+            row[name] = parse_json(text)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what a library says of a file, in one line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

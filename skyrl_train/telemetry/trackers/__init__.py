@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from skyrl_train.telemetry.trackers.base import (
         ConsoleTracker,
         SampleRow,
-        TensorboardTracker,
         Tracker,
         Trackers,
         sample_row,
@@ -18,8 +17,13 @@ if TYPE_CHECKING:
         new_figure,
         save_figure,
     )
-    from skyrl_train.telemetry.trackers.services import MlflowTracker, PrometheusTracker, TrackioTracker
-    from skyrl_train.telemetry.trackers.wandb import WandbTracker
+    from skyrl_train.telemetry.trackers.services import (
+        MlflowTracker,
+        PrometheusTracker,
+        TensorboardTracker,
+        TrackioTracker,
+        WandbTracker,
+    )
 
 __all__ = [
     "ConsoleTracker",

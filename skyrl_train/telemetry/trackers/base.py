@@ -7,11 +7,9 @@ fails later is warned about once, tried again at each step, and its losses are s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
-from skyrl_train.errors import SkyrlTrainError, counted
-from skyrl_train.system import install_command
+from skyrl_train.errors import counted
 from skyrl_train.telemetry.logs.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.types import ChatMessage, RolloutBatch, Trajectory
@@ -69,8 +67,7 @@ class Trackers:
         self._record.flush()
 
     def close(self) -> None:
-        """Closes all of them, whatever happens to one, and says what was lost."""
-        self._record.close()
+        """Closes the views, whatever happens to one, and says what was lost."""
         for name, view in self._views.items():
             try:
                 view.close()
@@ -86,16 +83,13 @@ class Trackers:
         try:
             call(*args, **named)
         except Exception as error:  # a view's own failures are of every kind; none may stop training
-            self._note_loss(view, at_step, error)
-
-    def _note_loss(self, name: str, step: int, error: Exception) -> None:
-        if name not in self._lost:
-            self._console.warn(
-                f"tracker {name} failed at step {step} ({type(error).__name__}: {error}); training goes on, "
-                "metrics.jsonl is complete"
-            )
-        if step not in self._lost.setdefault(name, []):
-            self._lost[name].append(step)
+            if view not in self._lost:
+                self._console.warn(
+                    f"tracker {view} failed at step {at_step} ({type(error).__name__}: {error}); training goes on, "
+                    "metrics.jsonl is complete"
+                )
+            if at_step not in self._lost.setdefault(view, []):
+                self._lost[view].append(at_step)
 
 
 class ConsoleTracker:
@@ -111,34 +105,6 @@ class ConsoleTracker:
 
     def close(self) -> None:
         """The console outlives its tracker."""
-
-
-class TensorboardTracker:
-    """TensorBoard event files. Implements Tracker."""
-
-    def __init__(self, folder: Path, *, start_step: int) -> None:
-        """Events after `start_step`, which an earlier attempt may have written, are purged from the view.
-
-        Raises SkyrlTrainError where TensorBoard is not installed or the folder cannot be written.
-        """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge_step = start_step + 1 if start_step else None
-            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-        except (ImportError, OSError) as error:
-            raise SkyrlTrainError(
-                f"tracker.tensorboard cannot start ({type(error).__name__}: {error}). "
-                f"{install_command('tensorboard')}, or leave tensorboard out of tracker=..."
-            ) from error
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def sample_rows(rollouts: RolloutBatch, most: int) -> list[SampleRow]:

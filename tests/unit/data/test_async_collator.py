@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl_train.data.sft.async_collator import AsyncBatchCollator, StepOrderError
+from skyrl_train.data.sft.loader import AsyncBatchCollator, StepOrderError
 from skyrl_train.errors import DeadlineError
 
 PREFIX = "test-collate"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.columns import PromptColumns
+from skyrl_train.config.data import DataConfig
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.errors import DataError
 from skyrl_train.types import Prompt
@@ -24,7 +24,7 @@ TRUTH = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "reward_model":
 def prompt_of(folder: Path, row: Mapping[str, Any], **settings: Any) -> Prompt:
     path = folder / "train.jsonl"
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    (prompt,) = load_prompts([str(path)], columns=PromptColumns(**settings))
+    (prompt,) = load_prompts([str(path)], DataConfig(**settings))
     return prompt
 
 
@@ -176,8 +176,8 @@ def test_every_kind_of_file_gives_the_same_prompts(
     lines = tmp_path / "lines" / "train.jsonl"
     lines.parent.mkdir()
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = PromptColumns(prompt_column="question", answer_column="answer")
-    assert load_prompts([str(tmp_path / name)], columns=settings) == load_prompts([str(lines)], columns=settings)
+    settings = DataConfig(prompt_column="question", answer_column="answer")
+    assert load_prompts([str(tmp_path / name)], settings) == load_prompts([str(lines)], settings)
 
 
 def test_a_data_set_that_was_saved_to_disk_is_read_as_a_folder(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from skyrl_train.data.sft.epoch_order import EpochOrder
+from skyrl_train.data.sft.step_stream import EpochOrder
 from skyrl_train.errors import ConfigError
 
 

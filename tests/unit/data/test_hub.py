@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.config.data import DataConfig
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.sources import hub
 from skyrl_train.errors import DataError, ModelError
@@ -128,13 +129,13 @@ def test_a_row_of_another_format_is_named_with_what_it_has(tmp_path: Path) -> No
     file = tmp_path / "train.jsonl"
     file.write_text('{"question": "2+2?", "solution": "4"}\n')
     with pytest.raises(DataError, match=r"line 1: is no row of data.row_format=gsm8k .*it has question, solution"):
-        load_prompts([str(file)], row_format="gsm8k")
+        load_prompts([str(file)], DataConfig(row_format="gsm8k"))
 
 
 def test_a_custom_format_is_a_function_of_a_row(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text('{"question": "2+2?"}\n')
-    (prompt,) = load_prompts([str(file)], row_format="tests.unit.data.test_hub:from_question")
+    (prompt,) = load_prompts([str(file)], DataConfig(row_format="tests.unit.data.test_hub:from_question"))
     assert prompt.messages[0]["content"] == "2+2?"
 
 

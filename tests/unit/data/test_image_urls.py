@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.data import ImagesConfig
+from skyrl_train.config.data import DataConfig, ImagesConfig
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import Row
 from skyrl_train.data.sources import images
@@ -131,9 +131,9 @@ def test_rows_of_a_file_name_addresses_in_a_column(address: str, tmp_path: Path)
     file = tmp_path / "train.jsonl"
     file.write_text(f'{{"prompt": "what?", "images": ["{address}/pictures/a.png"], "answer": "red"}}\n')
     settings = ImagesConfig(urls=(f"{address}/pictures/",), column="images")
-    (prompt,) = load_prompts([str(file)], images=settings)
+    (prompt,) = load_prompts([str(file)], DataConfig(images=settings))
     assert len(references_in(prompt.messages)) == 1
     with pytest.raises(
         DataError, match=r"train\.jsonl, line 1: image 0 of 'images' cannot be read: .*data\.images\.urls"
     ):
-        load_prompts([str(file)], images=ImagesConfig(column="images"))
+        load_prompts([str(file)], DataConfig(images=ImagesConfig(column="images")))

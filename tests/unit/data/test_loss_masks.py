@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.data.conversations import RowFormat
-from skyrl_train.data.sft.examples import ExampleFormat, tokenise
+from skyrl_train.config import SFTDataConfig
+from skyrl_train.data.sft.examples import Encoder
 from skyrl_train.errors import DataError
 from tests.support import sft_cases as cases
 
@@ -19,8 +19,8 @@ TALK = ("hello there", "good bye", "what is this", "the answer is 3")
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any], **form: Any) -> tuple[list[int], list[bool]]:
-    rows = {name: form.pop(name) for name in ("format", "chat_template", "completion_column") if name in form}
-    ((ids, mask),) = tokenise(iter([cases.row(values)]), tokenizer, ExampleFormat(rows=RowFormat(**rows), **form))
+    encoder = Encoder(tokenizer, SFTDataConfig(**form))
+    ((ids, mask),) = encoder.tokenise(iter([cases.row(values)]))
     return list(ids), list(mask)
 
 

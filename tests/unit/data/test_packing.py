@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.data.sft.collate import close_examples
-from skyrl_train.data.sft.packing import align_rows, pack, plan_packing
+from skyrl_train.data.sft.collate import align_rows, close_examples, pack, plan_packing
 from skyrl_train.errors import BatchError
 from tests.support.sft_cases import examples, indices
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import Config, SFTConfig, validate_sft
+from skyrl_train.config.data import DataConfig
 from skyrl_train.config.door import load_root
 from skyrl_train.config.rules import validate_config
 from skyrl_train.data.prompts import PromptSource, filter_by_length, load_prompts
@@ -290,7 +291,7 @@ def questions(location: str, *, count: int, broken: object = None) -> list[objec
 
 def test_a_custom_reader_is_given_each_entry_as_it_is_and_its_rows_are_told_by_number() -> None:
     reader = {"_target_": f"{__name__}:questions", "count": 2}
-    prompts = load_prompts(["s3://one/a.csv", "two"], reader=reader)
+    prompts = load_prompts(["s3://one/a.csv", "two"], DataConfig(reader=reader))
     assert [prompt.messages[0]["content"] for prompt in prompts][1:3] == ["s3://one/a.csv 1?", "two 0?"]
     assert [prompt.uid for prompt in prompts] == ["a-0", "a-1", "two-0", "two-1"]
     for broken, message in (
@@ -298,9 +299,9 @@ def test_a_custom_reader_is_given_each_entry_as_it_is_and_its_rows_are_told_by_n
         ({"word": "cat"}, "two, row 2: has no 'prompt'; it has word"),
     ):
         with pytest.raises(DataError, match=message):
-            load_prompts(["two"], reader={**reader, "broken": broken})
+            load_prompts(["two"], DataConfig(reader={**reader, "broken": broken}))
     with pytest.raises(DataError, match=r"two, row 0: data.reader=.*:questions failed \(TypeError: .*'count'"):
-        load_prompts(["two"], reader=f"{__name__}:questions")
+        load_prompts(["two"], DataConfig(reader=f"{__name__}:questions"))
 
 
 def test_a_built_in_reader_reads_a_file_whatever_it_is_called(tmp_path: Path) -> None:
@@ -308,16 +309,16 @@ def test_a_built_in_reader_reads_a_file_whatever_it_is_called(tmp_path: Path) ->
     file.write_text('{"prompt": "2+2?"}\n\n[1]\n')
     with pytest.raises(DataError, match=r"must end in .jsonl, .json, .csv.* data.reader=jsonl"):
         load_prompts([str(file)])
-    assert load_prompts([str(file)], reader="jsonl", limit=1)[0].uid == "rows-0"
+    assert load_prompts([str(file)], DataConfig(reader="jsonl"), limit=1)[0].uid == "rows-0"
     with pytest.raises(DataError, match=r"rows.txt, line 3: must be an object"):
-        load_prompts([str(file)], reader={"_target_": "jsonl"})
+        load_prompts([str(file)], DataConfig(reader={"_target_": "jsonl"}))
 
 
 def test_a_custom_reader_may_leave_what_it_does_not_know_to_the_built_in_one(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('\n{"prompt": "2+2?"}\n{"prompt": 4}\n')
     with pytest.raises(DataError, match=r"rows.jsonl, line 3: 'prompt' must be"):
-        load_prompts([str(file)], reader="skyrl_train.data.rows:by_name", limit=2)
+        load_prompts([str(file)], DataConfig(reader="skyrl_train.data.rows:by_name"), limit=2)
 
 
 def test_a_reader_is_checked_at_the_door_for_prompts_and_for_examples() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.data.conversations import RowFormat
+from skyrl_train.config import SFTDataConfig
 from skyrl_train.data.rows import find_sources
 from skyrl_train.data.sft import examples as sft
-from skyrl_train.data.sft.examples import ExampleFormat, Loaded, cache_key, load_examples
+from skyrl_train.data.sft.examples import Loaded, cache_key, load_examples
 from skyrl_train.errors import DataError
 from tests.support import sft_cases as cases
 
@@ -21,8 +21,9 @@ TOKENIZER = cases.byte_level(eos="</s>")
 
 
 def load(*paths: Path | str, **changes: Any) -> Loaded:
-    arguments: dict[str, Any] = {"max_length": 100, "over_long": "truncate", **changes}
-    return load_examples([str(path) for path in paths], TOKENIZER, ExampleFormat(), **arguments)
+    arguments = {name: changes.pop(name) for name in ("limit", "on_progress", "images") if name in changes}
+    settings = SFTDataConfig(**{"max_length": 100, "cache": "cache_dir" in changes, **changes})
+    return load_examples([str(path) for path in paths], TOKENIZER, settings, **arguments)
 
 
 def texts(loaded: Loaded) -> list[str]:
@@ -126,8 +127,8 @@ def test_a_source_is_tokenised_once_for_all_runs(words: Path, tmp_path: Path, mo
     rows = CountingRows()
     monkeypatch.setattr(sft, "read_rows", rows)
     cache = tmp_path / "cache"
-    first = load(words, cache_folder=cache)
-    second = load(words, cache_folder=cache, max_length=3, over_long="drop")
+    first = load(words, cache_dir=str(cache))
+    second = load(words, cache_dir=str(cache), max_length=3, over_long="drop")
     assert rows.reads == 1
     assert texts(first) == texts(load(words))
     assert texts(second) == ["one</s>", "one two</s>"]
@@ -143,7 +144,7 @@ def test_a_hub_data_set_is_tokenised_like_a_file_and_once_while_its_rows_stay_th
     monkeypatch.setattr("skyrl_train.data.sources.hub.problem_of", lambda name, *, dataset: "")
     tokenised: list[str] = []
     settings: dict[str, Any] = {
-        "cache_folder": tmp_path / "cache",
+        "cache_dir": str(tmp_path / "cache"),
         "on_progress": lambda name, rows: tokenised.append(f"{rows} of {name}"),
     }
     first, again = load("owner/name:train", **settings), load("owner/name:train", **settings)
@@ -164,7 +165,7 @@ def numbers(location: str, *, first: int = 0) -> Iterator[dict[str, str]]:
 def test_a_custom_reader_gives_examples_and_its_tokens_are_kept_by_their_rows(tmp_path: Path) -> None:
     tokenised: list[int] = []
     settings: dict[str, Any] = {
-        "cache_folder": tmp_path / "cache",
+        "cache_dir": str(tmp_path / "cache"),
         "on_progress": lambda name, rows: tokenised.append(rows),
     }
     reader = {"_target_": f"{__name__}:numbers", "first": 1}
@@ -180,8 +181,8 @@ def test_a_custom_reader_gives_examples_and_its_tokens_are_kept_by_their_rows(tm
 
 
 def test_the_key_changes_with_everything_that_tokens_depend_on(words: Path, tmp_path: Path) -> None:
-    def key(path: Path = words, tokenizer: Any = TOKENIZER, form: ExampleFormat | None = None, limit: int = 0) -> str:
-        return cache_key(find_sources([str(path)])[0], tokenizer, form or ExampleFormat(), limit)
+    def key(path: Path = words, tokenizer: Any = TOKENIZER, form: SFTDataConfig | None = None, limit: int = 0) -> str:
+        return cache_key(find_sources([str(path)])[0], tokenizer, form or SFTDataConfig(), limit)
 
     copy = tmp_path / "copy.jsonl"
     copy.write_text(words.read_text())
@@ -193,9 +194,9 @@ def test_the_key_changes_with_everything_that_tokens_depend_on(words: Path, tmp_
         key(tokenizer=cases.byte_level(cases.HEADERS, eos="</s>")),
         key(tokenizer=cases.byte_level()),
         key(tokenizer=cases.metaspace(cases.CHATML)),
-        key(form=ExampleFormat(loss_on="last")),
-        key(form=ExampleFormat(rows=RowFormat(chat_template=False))),
-        key(form=ExampleFormat(template_kwargs={"enable_thinking": False})),
+        key(form=SFTDataConfig(loss_on="last")),
+        key(form=SFTDataConfig(chat_template=False)),
+        key(form=SFTDataConfig(template_kwargs={"enable_thinking": False})),
         key(limit=2),
     ]
     assert len(set(different)) == len(different)
@@ -205,7 +206,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_change(words: Path, tmp_pat
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(DataError, match=r"its tokens cannot be kept in .*Set data\.cache_dir"):
-        load(words, cache_folder=blocked)
+        load(words, cache_dir=str(blocked))
 
 
 def test_progress_is_told(words: Path) -> None:

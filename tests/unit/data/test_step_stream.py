@@ -7,8 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from skyrl_train.data.sft.epoch_order import EpochOrder
-from skyrl_train.data.sft.step_stream import Closing, IncompleteStep, StepStream, by_documents, by_rows, by_tokens
+from skyrl_train.data.sft.step_stream import (
+    Closing,
+    EpochOrder,
+    IncompleteStep,
+    StepStream,
+    by_documents,
+    by_rows,
+    by_tokens,
+)
 from skyrl_train.errors import ConfigError
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2]

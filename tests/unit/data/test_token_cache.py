@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_train.data.sft.token_cache import Examples, cached, default_folder
+from skyrl_train.data.sft.token_store import Examples, cached, default_folder
 
 ROWS = [([1, 2, 3], [False, True, True]), ([4], [False]), ([5, 6], [False, True])]
 
@@ -45,7 +45,7 @@ def test_another_key_is_another_entry(tmp_path: Path) -> None:
 
 def test_no_examples_are_an_entry_too(tmp_path: Path) -> None:
     cached(tmp_path, "key", lambda: iter(()))
-    assert cached(tmp_path, "key", never).num_examples == 0
+    assert len(cached(tmp_path, "key", never).lengths) == 0
 
 
 @pytest.mark.parametrize("name", ["input_ids.bin", "loss_mask.bin", "offsets.bin", "meta.json"])

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from skyrl_train.config.data import DataConfig
 from skyrl_train.data import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, load_prompts
 from skyrl_train.data.sources import is_reachable
 from skyrl_train.rollout.envs import make_environment
@@ -84,8 +85,8 @@ def test_what_is_downloaded_is_what_the_hubs_rows_become_in_a_run(
     from_hub(monkeypatch)
     assert script.main(["--download", "--output", str(tmp_path)]) == 0
     for split, ours in GSM8K_SPLITS.items():
-        fetched = load_prompts([f"{GSM8K_HUB}:{split}"], row_format="gsm8k")
-        assert fetched == load_prompts([str(tmp_path / f"{ours}.parquet")], row_format="gsm8k")
+        fetched = load_prompts([f"{GSM8K_HUB}:{split}"], DataConfig(row_format="gsm8k"))
+        assert fetched == load_prompts([str(tmp_path / f"{ours}.parquet")], DataConfig(row_format="gsm8k"))
         assert fetched[0].uid == f"gsm8k-{ours}-0"
     is_reachable.cache_clear()
 

@@ -374,8 +374,8 @@ def test_a_file_of_another_format_is_named(tmp_path: Path, metadata: str, messag
 def test_a_file_that_says_it_is_huge_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = one(make_trajectory(turns=(make_turn(response_text="a" * 1_000_000),)))
     path = write(tmp_path, long)
-    monkeypatch.setattr("skyrl_train.telemetry.records.reading._SMALL", 0)
-    monkeypatch.setattr("skyrl_train.telemetry.records.reading._LARGEST_EXPANSION", 20)
+    monkeypatch.setattr("skyrl_train.telemetry.records.store._SMALL", 0)
+    monkeypatch.setattr("skyrl_train.telemetry.records.store._LARGEST_EXPANSION", 20)
     with pytest.raises(DataError, match=r"it says that it holds 1\d{6} bytes"):
         read_rollouts(path)
 

@@ -161,7 +161,9 @@ def test_a_missing_package_is_told_before_a_server_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    monkeypatch.setattr("skyrl_train.telemetry.trackers.wandb.WandbTracker", lambda *_, **__: pytest.fail("too early"))
+    monkeypatch.setattr(
+        "skyrl_train.telemetry.trackers.services.WandbTracker", lambda *_, **__: pytest.fail("too early")
+    )
     tracker = TrackerConfig(wandb=WandbConfig(enabled=True), mlflow=MlflowConfig(enabled=True))
     with pytest.raises(SkyrlTrainError, match=r"tracker\.mlflow needs a package"):
         build_trackers(Config(tracker=tracker), RunFolder(tmp_path), console=RunConsole(), start_step=0, total_steps=1)

@@ -20,7 +20,7 @@ from skyrl_train.telemetry.logs.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.trackers.base import Trackers
-from skyrl_train.telemetry.trackers.wandb import choose_mode
+from skyrl_train.telemetry.trackers.services import choose_mode
 from tests.support.tracker_cases import rollouts
 
 
@@ -219,7 +219,7 @@ def test_wandb_with_a_key_and_a_dead_server_is_offline_within_15_s(kind, tmp_pat
             "from skyrl_train.config.schema import WandbConfig\n"
             "from skyrl_train.telemetry.logs.console import RunConsole\n"
             "from skyrl_train.telemetry.run_folder import RunFolder\n"
-            "from skyrl_train.telemetry.trackers.wandb import WandbTracker\n"
+            "from skyrl_train.telemetry.trackers.services import WandbTracker\n"
             "import wandb\n"
             "class Console(RunConsole):\n"
             "    def warn(self, line):\n"

@@ -1,21 +1,36 @@
-"""One batch is prefetched: while step N trains, a thread of its own makes the batch of step N + 1.
+"""The batches of a run, in order: the next one is made while the current one trains.
+
+    for step in ...:
+        batch = loader.get(step)
+        loader.prefetch(step + 1)
+        train(batch)
+
+Every batch carries the data position after it. A checkpoint saves the position of the last batch that was trained, so a
+batch that was prefetched when the run ended is made again: it is neither lost nor trained twice.
 
 One slot and one worker, so that batches are made one after the other, in the order they were asked for, each of them
 exactly once. Whatever would hand out another batch than the one asked for is an error.
+
+The worker reads the order of the current epoch. Therefore nothing is prefetched across the end of an epoch, where
+the order changes, and what is in flight is waited for before anything changes the order.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from skyrl_train.batch.steps import MiniBatch
+from skyrl_train.data.sft.collate import Collator
+from skyrl_train.data.sft.step_stream import StepExamples, StepStream
+from skyrl_train.data.sft.token_store import ExampleSet
 from skyrl_train.errors import DeadlineError
+from skyrl_train.system import WorkerThread
 
 T = TypeVar("T")
 
@@ -61,8 +76,7 @@ class AsyncBatchCollator(Generic[T]):
         self._compute = compute
         self._name = f"{thread_name_prefix}_0"
         self._timeout_s = timeout_s
-        self._jobs: queue.SimpleQueue[tuple[int, Future[T]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker = WorkerThread(self._name)
         self._slot: tuple[int, Future[T]] | None = None
         self._is_shut_down = False
 
@@ -82,11 +96,7 @@ class AsyncBatchCollator(Generic[T]):
                 f"{self._name}: slot already occupied: step {step} was submitted while the batch of step "
                 f"{self._slot[0]} is in flight; fetch it with get, or discard it with clear"
             )
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        self._slot = (step, Future())
-        self._jobs.put(self._slot)
+        self._slot = (step, self._worker.submit(self._compute, step))
 
     def get(self, step: int) -> T:
         """Return the batch of `step`, once it is ready; the slot is free again.
@@ -132,7 +142,8 @@ class AsyncBatchCollator(Generic[T]):
         try:
             self.clear()
         finally:
-            self._join()
+            if not self._worker.close(self._timeout_s):
+                raise DeadlineError(f"thread {self._name}", self._timeout_s, "It is left to end with the process")
 
     def __enter__(self) -> AsyncBatchCollator[T]:
         return self
@@ -147,16 +158,6 @@ class AsyncBatchCollator(Generic[T]):
                 raise
             logger.warning("%s: %s while shutting down after %s", self._name, _describe(second), _describe(error))
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            step, future = job
-            try:
-                future.set_result(self._compute(step))
-            except BaseException as error:  # it belongs to whoever fetches the batch
-                future.set_exception(error)
-            # The batch must not live on here while the worker waits for its next job.
-            del job, future
-
     def _wait(self, step: int, future: Future[T]) -> None:
         try:
             future.exception(timeout=self._timeout_s)
@@ -167,14 +168,101 @@ class AsyncBatchCollator(Generic[T]):
                 "Is the disk that holds the data reachable? async_batch_collation=false makes batches in the loop",
             ) from error
 
-    def _join(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._jobs.put(None)
-        thread.join(self._timeout_s)
-        if thread.is_alive():
-            raise DeadlineError(f"thread {self._name}", self._timeout_s, "It is left to end with the process")
+
+@dataclass(frozen=True, kw_only=True)
+class SFTBatch:
+    """The examples of an optimizer step."""
+
+    step: int
+    mini_batch: MiniBatch
+    num_examples: int
+    num_tokens: int
+    """Of the examples, without padding."""
+    position: int
+    """Of the stream of examples after this batch: where the next one begins."""
+
+
+class BatchLoader:
+    """Gives each step its batch. To be used from one thread, and closed: as a context manager, or with `close`."""
+
+    def __init__(
+        self, stream: StepStream, examples: ExampleSet, collate: Collator, *, is_async: bool, position: int = 0
+    ) -> None:
+        """`position` is where the first batch begins."""
+        self._stream = stream
+        self._examples = examples
+        self._collate = collate
+        self._position = position
+        self._worker = AsyncBatchCollator(self._prefetched, "sft-collate") if is_async else None
+
+    def get(self, step: int) -> SFTBatch:
+        """Return the batch at the position where the last one ended.
+
+        Raises RuntimeError where the batch of another step was prefetched; what making it raised.
+        """
+        if self._worker is not None and self._worker.has_pending():
+            batch = self._worker.get(step)
+        else:
+            batch = self._batch(step, self._stream.take(self._position))
+        self._position = batch.position
+        return batch
+
+    def prefetch(self, step: int) -> None:
+        """Start to make the batch of `step` on the worker, unless it takes another epoch's order."""
+        if self._worker is not None and self._stream.within_epoch(self._position) is not None:
+            self._worker.submit(step)
+
+    def seek(self, position: int) -> None:
+        """Go to another position of the stream. A batch in flight is waited for and discarded."""
+        if self._worker is not None:
+            self._worker.clear()
+        self._position = position
+        self._stream.start(position)
+
+    def close(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._worker is not None:
+            self._worker.__exit__(kind, error, traceback)
+
+    def _prefetched(self, step: int) -> SFTBatch:
+        """Make a batch on the worker. The position does not change before the batch is fetched."""
+        found = self._stream.within_epoch(self._position)
+        if found is None:
+            raise RuntimeError(f"the batch of step {step} takes another epoch's order and cannot be prefetched")
+        return self._batch(step, found)
+
+    def _batch(self, step: int, found: StepExamples) -> SFTBatch:
+        return SFTBatch(
+            step=step,
+            mini_batch=self._collate(found.indices, step),
+            num_examples=len(found.indices),
+            num_tokens=int(self._examples.lengths[found.indices].sum()),
+            position=found.stop,
+        )
+
+
+def one_ahead(compute: Callable[[int], T], count: int, *, is_async: bool) -> Generator[T, None, None]:
+    """Yield `compute(0)` to `compute(count - 1)`, each made while its predecessor is used; the worker ends with them."""
+    if not is_async:
+        yield from map(compute, range(count))
+        return
+    with AsyncBatchCollator(compute, "sft-collate-eval") as worker:
+        for index in range(count):
+            if not worker.has_pending():
+                worker.submit(index)
+            result = worker.get(index)
+            if index + 1 < count:
+                worker.submit(index + 1)
+            yield result
 
 
 def _describe(error: BaseException) -> str:
