@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from transformers import GenerationConfig
+
 from skyrl_train.config.models import HTTPConfig, LoraConfig, ModelConfig, VLLMConfig
 from skyrl_train.model import load_tokenizer, resolve_model_path
 
@@ -61,8 +63,6 @@ class EngineSettings:
 
 def stop_token_ids(model: ModelConfig) -> tuple[int, ...]:
     """Return the tokens that end a response, by the model's generation config and by the tokenizer. Raises ModelError."""
-    from transformers import GenerationConfig
-
     try:
         listed = GenerationConfig.from_pretrained(str(resolve_model_path(model.path, model.revision))).eos_token_id
     except OSError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _triton
 
 from skyrl_train.batch.layouts import CostModel
 from skyrl_train.batch.planner import make_micro_batch_strategy
@@ -212,8 +213,6 @@ def compile_layers(model: PreTrainedModel, *, name: str) -> None:
 def _why_not_compiled(device: torch.device) -> str:
     """Why nothing can be compiled here, with what would help; empty where it can."""
     if device.type == "cuda":
-        from torch.utils import _triton
-
         return "" if _triton.has_triton() else "torch finds no working Triton. Install the triton that fits this torch"
     from torch._inductor import cpp_builder
 

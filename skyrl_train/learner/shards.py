@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from skyrl_train.system.files import parse_strict_json, shown
 
@@ -103,8 +105,6 @@ def is_sharded(folder: Path) -> bool:
 
 def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], dict[str, str]]:
     """Name, tensors and metadata of the file of what this rank holds of the tensors. Asked of each rank, in any order."""
-    from torch.distributed.tensor import DTensor
-
     held, parts = {}, {}
     for name, tensor in tensors.items():
         if not (_is_first_replica(tensor) if isinstance(tensor, DTensor) else rank == 0):
@@ -118,9 +118,6 @@ def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, T
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of the tensor, and where that begins in the whole."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_train.distributed import reshard
 from skyrl_train.errors import CheckpointError, ModelError
@@ -289,8 +290,6 @@ def _require_same(folder: Path, found: Mapping[str, TensorFact], expected: Mappi
 
 def _laid_out_like(whole: Tensor, target: Tensor) -> Tensor:
     """`whole`, which every rank has, as `target` is laid out: this rank's part of it where `target` is sharded."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(target, DTensor):
         return whole
     options: dict[str, Any] = {"src_data_rank": None}

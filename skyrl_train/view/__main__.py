@@ -21,10 +21,6 @@ import skyrl_train
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system import install_command
 from skyrl_train.system.files import write_atomically
-from skyrl_train.view.answers import Answers
-from skyrl_train.view.export import write_report
-from skyrl_train.view.rollouts import RolloutIndex
-from skyrl_train.view.server import STATIC, make_app, new_token, serve
 from skyrl_train.view.sources import find_runs
 
 _NEEDED = ("duckdb", "starlette", "uvicorn")
@@ -71,6 +67,11 @@ def _in_terminal(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace, folder: Path) -> None:
+    from skyrl_train.view.answers import Answers
+    from skyrl_train.view.export import write_report
+    from skyrl_train.view.rollouts import RolloutIndex
+    from skyrl_train.view.server import STATIC, make_app, new_token, serve
+
     runs = find_runs(args.runs)
     index = RolloutIndex(folder, runs)
     answers = Answers(runs, index, version=skyrl_train.__version__)

@@ -32,7 +32,6 @@ from skyrl_train.learner.memory.oom_retry import SizedEngine
 from skyrl_train.learner.memory.probe import Probed, Prober, lengths_to_probe
 from skyrl_train.learner.memory.report import PhaseReport, SizingReport, read_reports, write_reports
 from skyrl_train.learner.memory.trace import StepTrace
-from skyrl_train.learner.memory.xla import CompiledModel
 from skyrl_train.model.layers import beyond_index, index_limit, widest_activation
 from skyrl_train.model.sizes import sizes_of_model
 
@@ -240,6 +239,8 @@ class _Sizing:
             rows, length, training=self.training
         )
         if limits.source == "xla":
+            from skyrl_train.learner.memory.xla import CompiledModel  # and with it JAX
+
             model_in_jax = CompiledModel(
                 model=sizes_of_model(engine.model),
                 compute_bytes=engine.passes.dtype.itemsize,

@@ -18,6 +18,7 @@ from skyrl_train.config.placement import Layout, Role, count_engines, num_cpus
 from skyrl_train.learner import BaseOfAdapter
 from skyrl_train.model.sizes import largest_parameter, weight_bytes
 from skyrl_train.rollout.hosts import WorkerSettings
+from skyrl_train.trainers import Learners
 from skyrl_train.weight_sync import DeviceSharing
 from skyrl_train.weights import BUCKET_BYTES
 
@@ -103,8 +104,6 @@ class Cluster:
     ) -> Learners:
         """Start all models together, then wait for each. Where they share the engines' devices they start one after the
         other, on devices that the engines have left."""
-        from skyrl_train.trainers import Learners
-
         sharing = sharing or DeviceSharing()
         placement = self.settings.placement
 
