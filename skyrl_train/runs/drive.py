@@ -73,7 +73,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     of = config.trainer.resume_path or config.model.path
     run = _opened(resolve(config, trains=False), title=f"evaluation of {of}")
     rows = read_all_rows(run.resolved.config)
-    from skyrl_train.runs.evaluation import evaluate_once
+    from skyrl_train.runs.rl import evaluate_once
 
     evaluate_once(run.resolved.config, rows, run.folder, run.console, on_end)
 

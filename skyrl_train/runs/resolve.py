@@ -27,8 +27,7 @@ from skyrl_train.registry import TARGET, PartSpec, part_name, split_spec
 from skyrl_train.rollout import checked_prompts, rewards
 from skyrl_train.rollout.envs import reward_lines
 from skyrl_train.rollout.hosts import held_rewards
-from skyrl_train.runs.cli.auto_placement import place
-from skyrl_train.runs.cli.memory_settings import settle
+from skyrl_train.runs.cli.placement import place, settle
 from skyrl_train.system import Devices, detect_platform, local_devices, multiplies_bfloat16
 from skyrl_train.types import Prompt
 

@@ -18,10 +18,9 @@ from skyrl_train.config.fields import unusual_values
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.model.layers import set_numerics
 from skyrl_train.parts import TRACKERS
-from skyrl_train.plan import BatchPlan
+from skyrl_train.plan import BatchPlan, SFTPlan
 from skyrl_train.registry import part_name
 from skyrl_train.runs.cli.composition import write_yaml
-from skyrl_train.runs.construction.sft_data import SFTPlan
 from skyrl_train.runs.resolve import limit_threads
 from skyrl_train.runs.restarts import OnEnd
 from skyrl_train.telemetry import Activity, Alerts, MetricsLog, RunFolder

@@ -24,8 +24,7 @@ from skyrl_train.data import BatchLoader, SFTBatch
 from skyrl_train.data.sft import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState, Learner
-from skyrl_train.runs import Attempt, build_sft_evaluator, open_best, open_checkpoints
-from skyrl_train.runs.construction import SFTData, build_loader, plan_sft
+from skyrl_train.runs import Attempt, SFTData, build_loader, build_sft_evaluator, open_best, open_checkpoints, plan_sft
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
 from skyrl_train.telemetry.logs import RunConsole

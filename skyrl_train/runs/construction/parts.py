@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from skyrl_train.batch import AssemblySettings
-from skyrl_train.config import AnyConfig, Config, TrainerConfig
+from skyrl_train.config import AnyConfig, Config, TrainerConfig, layout_of_run
 from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.config.data import DataConfig
-from skyrl_train.config.derived import RunModels, scores_entropies
+from skyrl_train.config.derived import RunModels, learner_settings, roles_of, scores_entropies
 from skyrl_train.config.environment import with_reward_components
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.config.placement import Role
+from skyrl_train.config.placement import Role, count_engines, leaves_devices
 from skyrl_train.config.rules import data_parallel_size, mixed_datasets
 from skyrl_train.data import Curriculum
 from skyrl_train.data.sources import IMAGES
+from skyrl_train.inference import EngineSettings
 from skyrl_train.inference.vllm import make_tool_parser
 from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
 from skyrl_train.learner import (
@@ -205,34 +206,63 @@ def open_cluster(config: AnyConfig, stack: ExitStack) -> Cluster | None:
     """Return Ray's session, where `placement.backend=ray`. `stack` ends it."""
     if config.placement.backend != "ray":
         return None
-    from skyrl_train.runs.construction.on_ray import Cluster, cluster_settings
+    from skyrl_train.runs.construction.on_ray import Cluster, with_time_to_load
 
-    return Cluster(cluster_settings(config), stack)
+    placement = with_time_to_load(config.placement, loaded_models(config))
+    return Cluster(
+        placement,
+        layout_of_run(config),
+        config.model,
+        stack,
+        run_name=config.run_name,
+        output_dir=Path(config.output_dir),
+    )
+
+
+def loaded_models(config: AnyConfig) -> list[ModelConfig]:
+    """Return the models that a run loads: those of its learners, and the policy's once more for engines with devices of
+    their own."""
+    if not isinstance(config, Config):
+        return [config.model]
+    engines = [config.model] * bool(count_engines(config.generator, config.placement))
+    return [*(learner_settings(config, role).model for role in roles_of(config)), *engines]
 
 
 def build_host(config: Config, stack: ExitStack) -> Host:
     """Return Ray's session and the engine, as far as there are any. `stack` ends them."""
-    cluster = open_cluster(config, stack)
+    cluster, settings = open_cluster(config, stack), engine_settings(config)
     if config.generator.backend == "replay":
         return Host(cluster=cluster)
+    if cluster is not None and config.generator.has_own_devices:
+        return Host(cluster=cluster, engines=cluster.build_engines(settings, config.trainer))
+    return Host(cluster=cluster, engines=build_engines(settings, config.placement, config.trainer, stack))
 
-    return Host(cluster=cluster, engines=build_engines(config, stack, cluster))
+
+def engine_settings(config: Config) -> EngineSettings:
+    """Return what the run's engines are made from."""
+    trainer = config.trainer
+    return EngineSettings(
+        model=config.model,
+        generator=config.generator,
+        platform=config.platform,
+        seed=config.seed,
+        deterministic=config.deterministic,
+        in_actor=config.placement.backend == "ray",
+        leaves_devices=leaves_devices(config.placement, config.generator, config.platform),
+        in_flight_cache=trainer.in_flight_cache if trainer.in_flight_updates else None,
+        records_routing=trainer.moe_routing_replay,
+        output_dir=Path(config.output_dir).absolute(),
+    )
 
 
 def build_learners(models: RunModels, stack: ExitStack, host: Host) -> Learners:
-    """Return the models of a run, on Ray or in this process. `stack` closes them."""
-    engines = host.engines
-    if host.cluster is None:
-        return _inline_learners(models, stack, None if engines is None else engines.sharing)
-    if engines is None:
-        return host.cluster.build_learners(models, stack)
-    return host.cluster.build_learners(models, stack, sharing=engines.sharing, engines=engines.group)
-
-
-def _inline_learners(models: RunModels, stack: ExitStack, sharing: DeviceSharing | None) -> Learners:
-    """Return the models in this process, which share their device with an engine, and each other, as `sharing` says."""
-
-    shared = sharing if sharing is not None and sharing.shared else None
+    """Return the models of a run, on Ray, or in this process, where they share their device with an engine, and each other,
+    as that says. `stack` closes them."""
+    sharing = DeviceSharing() if host.engines is None else host.engines.sharing
+    if host.cluster is not None:
+        group = None if host.engines is None else host.engines.group
+        return host.cluster.build_learners(models, sharing=sharing, engines=group)
+    shared = sharing if sharing.shared else None
     if shared is not None:
         shared.models()
     built: dict[Role, PolicyLearner | CriticLearner | LearnerOnSharedDevice] = {}

@@ -32,7 +32,7 @@ from skyrl_train.plan.forms import (
     update_on,
 )
 from skyrl_train.plan.memory import plan_memory, positions_that_fit, recomputing
-from skyrl_train.runs.cli.auto_placement import place
+from skyrl_train.runs.cli.placement import place
 from skyrl_train.runs.cli.placement_search import Search, even_nodes, sizes_of
 from skyrl_train.runs.cli.plan import main as plan_main
 from skyrl_train.system import Devices
