@@ -255,14 +255,20 @@ def _rates(
     if machine is None or not {each.role for each in estimates} <= set(shapes):
         return None
     work = work_of_step(plan, lengths, estimates, NO_RATES, models_scored=_models_scored(config, plan))
+    generator, slots = config.generator, config.generator.max_batch_size
+    if generator.backend == "vllm":
+        slots = generator.vllm.most_sequences(on_gpu=config.platform.on_gpu)
     return predicted_rates(
         machine(config.platform, config.model.dtype),
         shapes,
-        config,
+        config.model,
+        generator,
         plan,
         lengths,
         estimates,
         work,
+        slots=slots,
+        num_engines=count_engines(generator, config.placement) if generator.has_own_devices else 1,
         num_eval_prompts=num_eval_prompts,
     )
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.batch.layouts import CostModel, DeviceRates, ModelShape, rates_of
-from skyrl_train.config import Config
-from skyrl_train.config.placement import count_engines
+from skyrl_train.config.models import GeneratorConfig, ModelConfig
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.forms.scale import EngineRates
@@ -143,12 +142,15 @@ def stated_rates(device: str, *, num_threads: int = 1, recorded: Mapping[str, An
 def predicted_rates(
     machine: MachineRates,
     shapes: Mapping[str, ModelShape],
-    config: Config,
+    model: ModelConfig,
+    generator: GeneratorConfig,
     plan: BatchPlan,
     lengths: RowLengths,
     estimates: Sequence[PassEstimate],
     work: Work,
     *,
+    slots: int,
+    num_engines: int,
     num_eval_prompts: int,
 ) -> Rates:
     """Return how fast one rank with its share of the engines does the `work` of a step.
@@ -156,28 +158,24 @@ def predicted_rates(
     Args:
         shapes: By role.
         work: What a step computes, as positions and tokens.
+        slots: Sequences that an engine generates together.
     """
     policy, ranks = shapes["policy"], work.num_ranks
-    more = _RECOMPUTED if config.model.recomputes else 1.0
-    adapted = 0.0 if config.model.lora.rank else 1.0
+    more = _RECOMPUTED if model.recomputes else 1.0
+    adapted = 0.0 if model.lora.rank else 1.0
     update_s = sum(
         _optimizer_seconds(machine, shapes[each.role], plan, lengths, each, trained_share=adapted, more=more)
         for each in estimates
         if each.training
     )
     trained = work.trained_positions / ranks / update_s
-    generator = config.generator
-    slots = generator.max_batch_size
-    if generator.backend == "vllm":
-        slots = generator.vllm.most_sequences(on_gpu=config.platform.on_gpu)
-    number_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    number_bytes = 2 if model.dtype == "bfloat16" else 4
     engine = machine.engine(policy, number_bytes=number_bytes, slots=slots)
-    engines = count_engines(generator, config.placement) if generator.has_own_devices else 1
     made_s = _rollout_seconds(
-        engine, lengths, plan.num_samples_per_batch / engines, same_prompt=generator.n_samples_per_prompt
+        engine, lengths, plan.num_samples_per_batch / num_engines, same_prompt=generator.n_samples_per_prompt
     )
     longer = generator.eval_sampling.max_generate_length / generator.sampling.max_generate_length
-    evaluated = num_eval_prompts * generator.eval_n_samples_per_prompt / engines
+    evaluated = num_eval_prompts * generator.eval_n_samples_per_prompt / num_engines
     sync_s = 2 * number_bytes * policy.parameters / machine.read_bytes
     return Rates(
         source=f"{machine.source}; without environments, rewards and checkpoints",

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from skyrl_train.config import AnyConfig, Config, RunConfig, SFTConfig, validate_sft
+from skyrl_train.config import AnyConfig, Config, RunConfig, SFTConfig
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.environment import RewardEntry, reward_entries
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.config.rules import mixed_datasets, validate_config
+from skyrl_train.config.rules import mixed_datasets
 from skyrl_train.data.sources import refuse_images
-from skyrl_train.errors import ConfigError, DataError, ModelError, Violation, counted
+from skyrl_train.errors import ConfigError, DataError, ModelError, counted
 from skyrl_train.model import files, pinned, source_line  # of which `files.weights_identity` alone imports torch
 from skyrl_train.model.sizes import read_architecture
 from skyrl_train.plan import placement_lines, placement_report
@@ -27,7 +27,7 @@ from skyrl_train.registry import TARGET, PartSpec, part_name, split_spec
 from skyrl_train.rollout import checked_prompts, rewards
 from skyrl_train.rollout.envs import reward_lines
 from skyrl_train.rollout.hosts import held_rewards
-from skyrl_train.runs.cli.placement import place, settle
+from skyrl_train.runs.cli.placement import place, rule_violations, settle
 from skyrl_train.system import Devices, detect_platform, local_devices, multiplies_bfloat16
 from skyrl_train.types import Prompt
 
@@ -61,11 +61,6 @@ def resolve(config: C, *, trains: bool = True) -> Resolved[C]:
     if trains and isinstance(config, Config) and config.generator.backend != "replay":
         config = with_reward_weights(config)
     return Resolved(config=config, promise=resume_promise(config), lines=tuple(first_lines(config)))
-
-
-def rule_violations(config: AnyConfig) -> list[Violation]:
-    """Return what breaks rules between settings."""
-    return validate_config(config) if isinstance(config, Config) else validate_sft(config)
 
 
 def limit_threads(config: RunConfig) -> None:

@@ -208,7 +208,19 @@ def plan_memory(
         resident_bytes=sum(at_rest.values()) if beside_models else 0,
         effort=effort.line(),
         moved_bytes=max(each.state_in_host_bytes for each in models.values()),
-        host=None if config.platform.name == "cpu" else plan_host_memory(config, models, layout_of(config)),
+        host=None if config.platform.name == "cpu" else host_memory_of(config, models),
+    )
+
+
+def host_memory_of(config: Config, models: Mapping[Role, PredictedPasses]) -> HostMemory:
+    """Return what the hosts of a run keep. `models`: what predicts their passes, by role."""
+    return plan_host_memory(
+        models,
+        layout_of(config),
+        config.placement,
+        shared=leaves_devices(config.placement, config.generator, config.platform),
+        engine_number_bytes=(2 if config.model.dtype == "bfloat16" else 4) * config.generator.has_own_devices,
+        background_checkpoints=config.trainer.background_checkpoints,
     )
 
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from skyrl_train.config import Config
-from skyrl_train.config.placement import Layout, Role, leaves_devices
+from skyrl_train.config.models import PlacementConfig
+from skyrl_train.config.placement import Layout, Role
 from skyrl_train.errors import Violation, byte_size
 from skyrl_train.learner.memory import PredictedPasses
 
@@ -60,11 +60,46 @@ def host_lines(memory: HostMemory) -> Iterator[str]:
     yield f"{byte_size(memory.num_bytes):>9}  in all ({there})"
 
 
-def plan_host_memory(config: Config, models: Mapping[Role, PredictedPasses], layout: Layout) -> HostMemory:
-    """Reckon the node that keeps most, against `placement.host_memory_gb`. `models`: what predicts their passes, by role."""
-    found = [dict(_owners(config, models, seats)) for seats in _seats_by_node(layout).values()]
-    owners = max(found, key=lambda one: sum(one.values()), default={})
-    return HostMemory(owners=owners, node_bytes=int(config.placement.host_memory_gb * 1e9))
+def plan_host_memory(
+    models: Mapping[Role, PredictedPasses],
+    layout: Layout,
+    placement: PlacementConfig,
+    *,
+    shared: bool,
+    engine_number_bytes: int,
+    background_checkpoints: bool,
+) -> HostMemory:
+    """Reckon the node that keeps most, against `placement.host_memory_gb`.
+
+    Args:
+        models: What predicts their passes, by role.
+        shared: Whether models and engines leave devices to one another.
+        engine_number_bytes: Of a number of an engine's weights; 0 where engines have no devices of their own.
+        background_checkpoints: As of `trainer`.
+    """
+
+    def owners(seats: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+        for role, model in models.items():
+            ranks = seats.get(role, 0)
+            trained = role != "reference"
+            state = model.share.state_bytes + 4 if trained else 0
+            on_a_rank = model.counts.trained // max(1, model.share.num_shards)  # of a model that is cut, a rank's part
+            if ranks and shared:
+                yield f"{role}, while others have its devices", ranks * model.resident_bytes("scoring")
+            if ranks and model.share.cpu_offload and trained:
+                yield f"{role}, by strategy.cpu_offload", ranks * on_a_rank * (state + 4)
+            if ranks and model.state_in_host_bytes:
+                yield f"{role}, optimizer state by strategy.cpu_offload", ranks * model.state_in_host_bytes
+            if ranks and trained and background_checkpoints:
+                yield f"{role}, copy that a checkpoint is written from", ranks * on_a_rank * state
+        engines = seats.get("engine", 0)
+        if engines and shared and engine_number_bytes:
+            policy = models["policy"]
+            yield "engines asleep", engines * policy.counts.total * policy.share.tensor_ranks * engine_number_bytes
+
+    found = [dict(owners(seats)) for seats in _seats_by_node(layout).values()]
+    most = max(found, key=lambda one: sum(one.values()), default={})
+    return HostMemory(owners=most, node_bytes=int(placement.host_memory_gb * 1e9))
 
 
 def _seats_by_node(layout: Layout) -> dict[int, Counter[str]]:
@@ -75,27 +110,3 @@ def _seats_by_node(layout: Layout) -> dict[int, Counter[str]]:
             node = layout.groups[group][place].node
             nodes.setdefault(place // _GPUS_PER_NODE if node is None else node, Counter())[role] += 1
     return nodes
-
-
-def _owners(
-    config: Config, models: Mapping[Role, PredictedPasses], seats: Mapping[str, int]
-) -> Iterator[tuple[str, int]]:
-    shared = leaves_devices(config.placement, config.generator, config.platform)
-    for role, model in models.items():
-        ranks = seats.get(role, 0)
-        trained = role != "reference"
-        state = model.share.state_bytes + 4 if trained else 0
-        on_a_rank = model.counts.trained // max(1, model.share.num_shards)  # of a model that is cut, one rank's part
-        if ranks and shared:
-            yield f"{role}, while others have its devices", ranks * model.resident_bytes("scoring")
-        if ranks and model.share.cpu_offload and trained:
-            yield f"{role}, by strategy.cpu_offload", ranks * on_a_rank * (state + 4)
-        if ranks and model.state_in_host_bytes:
-            yield f"{role}, optimizer state by strategy.cpu_offload", ranks * model.state_in_host_bytes
-        if ranks and trained and config.trainer.background_checkpoints:
-            yield f"{role}, copy that a checkpoint is written from", ranks * on_a_rank * state
-    engines = seats.get("engine", 0)
-    if engines and shared and config.generator.has_own_devices:
-        weight_bytes = 2 if config.model.dtype == "bfloat16" else 4
-        policy = models["policy"]
-        yield "engines asleep", engines * policy.counts.total * policy.share.tensor_ranks * weight_bytes

@@ -12,7 +12,7 @@ import itertools
 import os
 import platform
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -31,13 +31,12 @@ from hydra.errors import HydraException
 from hydra.version import setbase
 from omegaconf import DictConfig
 
-from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
+from skyrl_train.config import AnyConfig, Config, SFTConfig
 from skyrl_train.config.algorithm import EARLIER, for_hydra
-from skyrl_train.config.door import Loaded, read_root
+from skyrl_train.config.door import read_root
 from skyrl_train.config.fields import (
     Rule,
     SchemaField,
-    is_refused,
     meant_by,
     nearest,
     parts_of,
@@ -46,7 +45,7 @@ from skyrl_train.config.fields import (
     strip,
     walk,
 )
-from skyrl_train.config.rules import near_path, run_rules, validate_config, with_sound_sizes
+from skyrl_train.config.rules import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.registry import TARGET
 from skyrl_train.runs.cli.composition import (
@@ -66,7 +65,7 @@ from skyrl_train.runs.cli.composition import (
 )
 from skyrl_train.runs.cli.hydra_files import with_arguments_of_run
 from skyrl_train.runs.cli.machine import MACHINE_RULES, RL_MACHINE_RULES
-from skyrl_train.runs.cli.placement import place, room_violations
+from skyrl_train.runs.cli.placement import violations_here
 from skyrl_train.runs.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, name_another_run, register_resolvers
 from skyrl_train.system import DISTRIBUTION, find_modules_here
 from skyrl_train.telemetry.logs import console_streams, learn_arguments, redact_text
@@ -82,20 +81,6 @@ class Root:
     machine_rules: tuple[Rule, ...]
     trains: bool = True
     """Whether models are trained, or only generate."""
-
-    def violations(self, config: AnyConfig, *, refused: Collection[str]) -> list[Violation]:
-        """Return what breaks rules between fields."""
-        if isinstance(config, SFTConfig):
-            return validate_sft(config, refused=refused)
-        return validate_config(config, refused=refused)
-
-    def of_settings(
-        self, violations: Iterable[Violation], config: AnyConfig, *, refused: Collection[str]
-    ) -> list[Violation]:
-        """What is wrong with single settings, with remedies that go with the others."""
-        if isinstance(config, SFTConfig):
-            return list(violations)
-        return with_sound_sizes(violations, config, refused=refused)
 
 
 RL_ROOT = Root(schema=Config, platform_group="platform", machine_rules=RL_MACHINE_RULES)
@@ -248,7 +233,8 @@ class CommandLine:
             self._found.setdefault(str(violation), violation)
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
-            violations = self._violations_of(loaded)
+            rules = self._root.machine_rules if self._rules else None
+            violations = violations_here(loaded, rules, trains=self._root.trains)
         self.notes.update(dict.fromkeys(loaded.notes))
         fields = {violation.field for violation in violations}
         for violation in violations:
@@ -257,26 +243,6 @@ class CommandLine:
             if not follows & fields:  # what follows another setting is right when that is
                 self._found.setdefault(str(violation), violation)
         return loaded.config.output_dir
-
-    def _violations_of(self, loaded: Loaded[AnyConfig]) -> list[Violation]:
-        """Return the violations of names and types, then of rules between fields and of what is on this machine, with
-        the placement that is chosen here. Where rules are left to the caller, those between fields are named beside a
-        refused value alone."""
-        config, refused = loaded.config, loaded.refused
-        if not self._rules:
-            settings = self._root.of_settings(loaded.violations, config, refused=refused)
-            return [*settings, *self._root.violations(config, refused=refused)] if refused else []
-        found: list[Violation] = []
-        try:
-            config = place(config, training=self._root.trains)
-        except ConfigError as error:
-            found += [violation for violation in error.violations if violation.field not in refused]
-            # What is left to choose stays out of the rules.
-            refused = refused | {"placement"}
-        found = [*self._root.of_settings(loaded.violations, config, refused=refused), *found]
-        found += self._root.violations(config, refused=refused)
-        found += run_rules(config, self._root.machine_rules, refused)
-        return found if is_refused("placement", refused) else [*found, *room_violations(config)]
 
     def _check_folders(self, folders: Sequence[str | None]) -> None:
         if len(folders) > 1 and len(set(folders)) < len(folders) and None not in folders:

@@ -4,20 +4,24 @@
     supervised                    a rank a GPU, sharded over all
     a run that goes on            the form that it recorded, where the GPUs are as many
 
-Neither torch nor Ray is imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray
+Then what depends on the memory of a device, and what is wrong with a configuration that is placed. Neither torch nor Ray is
+imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray
 counts. What cannot fit is refused by name with settings for which the same prediction says that it does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar, overload
 
-from skyrl_train.config import AnyConfig, Config, SFTConfig, sft_layout
+from skyrl_train.config import AnyConfig, Config, SFTConfig, sft_layout, validate_sft
 from skyrl_train.config.derived import gpus_needed
+from skyrl_train.config.door import Loaded
+from skyrl_train.config.fields import Rule, is_refused
 from skyrl_train.config.models import ROLES, PlacementConfig
+from skyrl_train.config.rules import run_rules, validate_config, with_sound_sizes
 from skyrl_train.data.sources import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation, counted
 from skyrl_train.model.sizes import read_architecture
@@ -180,6 +184,40 @@ def room_violations(config: AnyConfig) -> Iterator[Violation]:
             if devices.num_gpus
             else "try platform=cpu, or placement.ray_address=auto on a node of a cluster",
         )
+
+
+def rule_violations(config: AnyConfig, *, refused: Collection[str] = ()) -> list[Violation]:
+    """Return what breaks rules between settings; `refused` as in `validate_config`."""
+    validate = validate_sft if isinstance(config, SFTConfig) else validate_config
+    return validate(config, refused=refused)  # type: ignore[arg-type]
+
+
+def violations_here(
+    loaded: Loaded[AnyConfig], machine_rules: Sequence[Rule] | None, *, trains: bool
+) -> list[Violation]:
+    """Return the violations of names and types, then of rules between fields and of what is on this machine, with the
+    placement that is chosen here. Without `machine_rules` rules are left to the caller, and those between fields are named
+    beside a refused value alone. `trains`: as `training` of `place`."""
+    config, refused = loaded.config, loaded.refused
+
+    def of_settings() -> list[Violation]:
+        """What is wrong with single settings, with remedies that go with the others."""
+        if isinstance(config, SFTConfig):
+            return list(loaded.violations)
+        return with_sound_sizes(loaded.violations, config, refused=refused)
+
+    if machine_rules is None:
+        return [*of_settings(), *rule_violations(config, refused=refused)] if refused else []
+    found: list[Violation] = []
+    try:
+        config = place(config, training=trains)
+    except ConfigError as error:
+        found += [violation for violation in error.violations if violation.field not in refused]
+        # What is left to choose stays out of the rules.
+        refused = refused | {"placement"}
+    found = [*of_settings(), *found, *rule_violations(config, refused=refused)]
+    found += run_rules(config, machine_rules, refused)
+    return found if is_refused("placement", refused) else [*found, *room_violations(config)]
 
 
 def place_for_plan(config: Config) -> tuple[Config, Devices, list[str]]:

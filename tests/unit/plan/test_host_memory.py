@@ -9,13 +9,12 @@ import pytest
 import yaml
 
 from skyrl_train.config import Config
-from skyrl_train.config.derived import layout_of
 from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.memory import Effort
 from skyrl_train.model.sizes import model_sizes
-from skyrl_train.plan.memory.device import models_of
-from skyrl_train.plan.memory.host_memory import HostMemory, host_lines, plan_host_memory
+from skyrl_train.plan.memory.device import host_memory_of, models_of
+from skyrl_train.plan.memory.host_memory import HostMemory, host_lines
 from skyrl_train.runs.cli import place
 from skyrl_train.system import host_bytes, local_devices
 from tests.support.auto_placement_cases import gpu_config, gpus, sized_model
@@ -39,7 +38,7 @@ def config_of(model: str, *, nodes: int = 1, **placement: object) -> Config:
 
 
 def host_of(config: Config) -> HostMemory:
-    return plan_host_memory(config, models_of(config, Effort()), layout_of(config))
+    return host_memory_of(config, models_of(config, Effort()))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
