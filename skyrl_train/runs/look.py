@@ -250,7 +250,7 @@ def _look(
         generate_s=of_step[0],
         learn_s=of_step[1],
         is_measured=is_measured,
-        peak_bytes=_peak_bytes(),
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         step_bytes=expected_peak_bytes(config, plan, lengths) or 0,
     )
 
@@ -298,11 +298,6 @@ def _update(generated: Generated, settings: PPOSettings, learners: Learners) -> 
         if critic is not None:
             critic.optim_step()
     return time.monotonic() - began
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _step_seconds(

@@ -99,7 +99,11 @@ def first_lines(config: AnyConfig) -> Iterator[str]:
         yield "            this processor multiplies no bfloat16, so that it takes fifty times as long: model.dtype=float32"
     if source := source_line(config.model):
         yield f"            {source}"
-    yield from _lines_of_rl(config) if isinstance(config, Config) else _lines_of_sft(config)
+    if isinstance(config, Config):
+        yield from _lines_of_rl(config)
+    else:
+        yield f"data        {', '.join(config.data.train)}"
+        yield f"held out    {', '.join(config.data.held_out) or 'none'}"
     yield from config.derived
     if (promise := resume_promise(config)) != "identical":
         yield f"resume      {promise}"
@@ -122,11 +126,6 @@ def _lines_of_rl(config: Config) -> Iterator[str]:
     yield f"engine      {part_name(generator.backend)}, {new_tokens} a turn"
     if generator.eval_differences:
         yield f"evaluation  samples with {generator.eval_differences}"
-
-
-def _lines_of_sft(config: SFTConfig) -> Iterator[str]:
-    yield f"data        {', '.join(config.data.train)}"
-    yield f"held out    {', '.join(config.data.held_out) or 'none'}"
 
 
 def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, rewards.RewardModel]]:

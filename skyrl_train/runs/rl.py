@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
@@ -106,13 +107,13 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         config, plan, data, console, stack = attempt.config, attempt.plan, self.data, attempt.console, attempt.stack
         host = build_host(config, stack)
         with console.phase("engine"):
-            rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
+            generator, transport = build_rollouts(config, data.recording, stack, console.on_progress, host)
         with console.phase("models"):
             learners = build_learners(run_models(config, plan.schedule), stack, host)
         with console.phase("probes"):
             size_micro_batches(config, plan, learners, attempt.folder, console)
         first_look(attempt, data.train, host, learners, is_asked=self._only_looks)
-        activity = rollouts.generator.activity if isinstance(rollouts.generator, RolloutGenerator) else None
+        activity = generator.activity if isinstance(generator, RolloutGenerator) else None
         if activity is not None:
             activity.take()  # what the engine did for the look is none of the run's
         if self._only_looks:
@@ -126,16 +127,16 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
             settings=ppo_settings(config),
             prompts=data.train,
             curriculum=data.curriculum,
-            generator=rollouts.generator,
+            generator=generator,
             learners=learners,
-            transport=rollouts.transport,
-            evaluator=build_evaluator(config, data.validation, rollouts.generator, rollout_log, loop.show_samples),
+            transport=transport,
+            evaluator=build_evaluator(config, data.validation, generator, rollout_log, loop.show_samples),
             rollout_log=rollout_log,
             stream=build_stream(
                 config,
                 data.train,
                 data.curriculum,
-                rollouts.generator,
+                generator,
                 data.fingerprint.sha256,
                 plan.total_steps,
                 stack,
@@ -157,12 +158,8 @@ def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data
         return _replayed_data(config)
     rows = read_all_rows(config) if rows is None else rows
     notes: list[str] = []
-    batch_size, shuffle, seed, order = (
-        config.trainer.train_batch_size,
-        config.data.shuffle,
-        config.seed,
-        config.data.order,
-    )
+    batch_size, shuffle, seed = config.trainer.train_batch_size, config.data.shuffle, config.seed
+    order = config.data.order
     source: PromptSource | MixedSource
     slots: Callable[[int], Sequence[int]]
     if mix := mixed_datasets(config.data, config.environment, config.generator.sampling)[0]:
@@ -222,31 +219,22 @@ def _replayed_data(config: Config) -> Data:
     )
 
 
-def evaluate_once(
-    config: Config, rows: Sequence[CheckedRows], folder: RunFolder, console: RunConsole, on_end: OnEnd
-) -> None:
+def evaluate_once(config: Config, rows: Sequence[CheckedRows], console: RunConsole, on_end: OnEnd) -> None:
     """Evaluate on the held-out prompts of `rows`, and write what was found. Raises SkyrlTrainError."""
+    folder = RunFolder(Path(config.output_dir))
     prepare_process(config)
     data = load_data(config, rows)
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
     with folder.locked(), Parts(console, on_end) as stack:
         host = build_host(config, stack)
-        rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
-        step = _load_checkpoint_weights(config, folder, rollouts.transport)
+        generator, transport = build_rollouts(config, data.recording, stack, console.on_progress, host)
+        step = _load_checkpoint_weights(config, folder, transport)
         rollout_log = open_rollout_log(config, folder, stack)
-        evaluator = build_evaluator(config, data.validation, rollouts.generator, rollout_log)
+        evaluator = build_evaluator(config, data.validation, generator, rollout_log)
         if evaluator is None:
-            raise ConfigError(
-                [
-                    Violation(
-                        field="generator.backend",
-                        rule="must generate, to evaluate",
-                        value="'replay'",
-                        remedy="Use generator=hf or generator=vllm",
-                    )
-                ]
-            )
+            remedy = "Use generator=hf or generator=vllm"
+            raise ConfigError([Violation.of("generator.backend", "replay", "must generate, to evaluate", remedy)])
         kept = nullcontext() if rollout_log is None else rollout_log.failures_kept(step)
         with console.phase("evaluate"), kept:
             result = evaluator.evaluate(step)

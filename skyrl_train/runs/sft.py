@@ -15,7 +15,6 @@ from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.data import BatchLoader, RowFormat, find_sources
 from skyrl_train.data.sft import (
-    Closing,
     Collator,
     DefaultCollator,
     EpochOrder,
@@ -73,6 +72,7 @@ class SFTData:
 def load_sft_data(config: SFTDataConfig, model: ModelConfig, *, on_progress: Callable[[str, int], None]) -> SFTData:
     """Reads, tokenises and measures all examples. Raises DataError, ModelError (the tokenizer), ConfigError."""
     notes: list[str] = []
+    check_special_tokens(model)
     train = _load(config, model, config.train, config.max_train_rows, on_progress)
     notes += _notes("training", train, config)
     validation = {}
@@ -100,8 +100,6 @@ def _load(
     limit: int,
     on_progress: Callable[[str, int], None],
 ) -> Loaded:
-    check_special_tokens(model)
-
     rows = RowFormat(
         format=data.format,
         prompt_column=data.prompt_column,
@@ -180,42 +178,31 @@ def _what_makes_a_step(trainer: SFTTrainerConfig) -> str:
 def build_stream(config: SFTConfig, data: SFTData) -> StepStream:
     """The endless stream of examples, cut into steps."""
     order = EpochOrder(data.train.source_sizes, weights=data.weights, shuffle=config.data.shuffle, seed=config.seed)
-    return StepStream(data.train.lengths, order, _closing(config), config.data.incomplete_step)
-
-
-def _closing(config: SFTConfig) -> Closing:
     trainer = config.trainer
+    closing = by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)
     if trainer.docs_per_step:
-        return by_documents(
+        closing = by_documents(
             trainer.docs_per_step,
             num_ranks=_num_shares(config),
             admits=training_limit(trainer),
             exact=trainer.docs_per_step_exact,
         )
-    return by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)
+    return StepStream(data.train.lengths, order, closing, config.data.incomplete_step)
 
 
 def build_loader(config: SFTConfig, data: SFTData, stack: ExitStack) -> BatchLoader:
     """Return the batches. `stack` ends the thread that prefetches them."""
-    loader = BatchLoader(
-        build_stream(config, data),
-        data.train,
-        _collator(config, data),
-        is_async=config.trainer.async_batch_collation,
-    )
-    return stack.enter_context(loader)
-
-
-def _collator(config: SFTConfig, data: SFTData) -> Collator:
     trainer = config.trainer
+    collator: Collator = DefaultCollator(data.train, align=trainer.pad_to_multiple_of)
     if trainer.layout == "packed":
-        return PackedDataCollator(
+        collator = PackedDataCollator(
             data.train,
             max_tokens_per_row=trainer.max_tokens_per_microbatch,
             align=trainer.pad_to_multiple_of,
             num_ranks=_num_shares(config),
         )
-    return DefaultCollator(data.train, align=trainer.pad_to_multiple_of)
+    is_async = trainer.async_batch_collation
+    return stack.enter_context(BatchLoader(build_stream(config, data), data.train, collator, is_async=is_async))
 
 
 def _num_shares(config: SFTConfig) -> int:
@@ -267,8 +254,10 @@ class SupervisedLearning(Task[SFTConfig, SFTPlan, SFTResult]):
         config, console, folder, stack = attempt.config, attempt.console, attempt.folder, attempt.stack
         cut_samples_after(folder.samples, attempt.start.global_step)
         best = open_best(folder, config.trainer, attempt.start)
+        settings = sft_learner_settings(config, total_steps=attempt.plan.total_steps)
         with console.phase("model"):
-            policy = build_policy(config, attempt.plan, stack)
+            host = Host(cluster=open_cluster(config, stack))
+            policy = build_learners(RunModels(learners=(settings,)), stack, host).policy
         with console.phase("probes"):
             lines = size_policy(config, policy, folder)
         if lines:
@@ -312,12 +301,6 @@ def open_best(folder: RunFolder, trainer: SFTTrainerConfig, start: Start) -> Che
     best.tidy()
     best.take_over(best.latest() if start.own and start.checkpoint is not None else None)
     return best
-
-
-def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
-    """The model that learns, in this process or on Ray. `stack` closes it."""
-    models = RunModels(learners=(sft_learner_settings(config, total_steps=plan.total_steps),))
-    return build_learners(models, stack, Host(cluster=open_cluster(config, stack))).policy
 
 
 def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from skyrl_train.plan import BatchPlan, SFTPlan
 from skyrl_train.registry import part_name
 from skyrl_train.runs.cli.composition import write_yaml
 from skyrl_train.runs.resolve import limit_threads
-from skyrl_train.runs.restarts import OnEnd
+from skyrl_train.runs.restarts import OnEnd, Restarts
 from skyrl_train.telemetry import Activity, Alerts, MetricsLog, RunFolder
 from skyrl_train.telemetry.logs import RunConsole, redact
 from skyrl_train.telemetry.records import draw_timeline
@@ -41,10 +41,11 @@ from skyrl_train.trainers.checkpoints import (
     CapsuleWriter,
     CheckpointStore,
     DataFingerprint,
-    ResumeSettings,
     Start,
     find_start,
+    flat_config,
     prepare_run_folder,
+    resume_settings,
     settings_of,
 )
 
@@ -98,8 +99,6 @@ class Attempt(Generic[C, PlanT]):
 
     config: C
     plan: PlanT
-    recorded: Mapping[str, Any]
-    """Every setting by its dotted name, for checkpoints (`trainers/checkpoints/changes.py: flat_config`)."""
     data: DataFingerprint
     start: Start
     folder: RunFolder
@@ -143,7 +142,7 @@ class Attempt(Generic[C, PlanT]):
                 run_name=config.run_name,
                 total_steps=total_steps,
                 trainer=trainer,
-                config=self.recorded,
+                config=flat_config(config),
                 num_restarts=self.num_restarts,
             ),
             models=models,
@@ -198,8 +197,8 @@ class Task(ABC, Generic[C, PlanT, ResultT]):
 
 
 def begin(
-    config: RunConfig,
-    resume: ResumeSettings,
+    config: C,
+    restarts: Restarts,
     folder: RunFolder,
     console: RunConsole,
     checkpoints: CheckpointStore,
@@ -215,6 +214,7 @@ def begin(
     for name, value, usual in unusual_values(config):
         console.warn(f"{name}={value:g} is above the usual {usual.value:g}: {usual.why}")
     checkpoints.clean()
+    resume = restarts.resume(resume_settings(config))
     start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
     for note in start.notes:
         console.note(note)

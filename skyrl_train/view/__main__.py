@@ -22,6 +22,7 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system import install_command
 from skyrl_train.system.files import write_atomically
 from skyrl_train.view.sources import find_runs
+from skyrl_train.view.terminal import show
 
 _NEEDED = ("duckdb", "starlette", "uvicorn")
 
@@ -56,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _in_terminal(args: argparse.Namespace) -> int:
     """Needs nothing of the extra `view`."""
-    from skyrl_train.view.terminal import show
-
     try:
         show(args.runs, step=args.step, limit=args.limit or 10)
     except (SkyrlTrainError, OSError) as error:

@@ -37,7 +37,6 @@ from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
     Start,
     find_start,
-    flat_config,
     prepare_run_folder,
     resume_settings,
 )
@@ -382,7 +381,6 @@ class FakeRun:
         attempt = Attempt(
             config=config,
             plan=self.plan,
-            recorded=flat_config(config),
             data=DataFingerprint.of(self.prompts),
             start=start,
             folder=self.folder,

@@ -32,7 +32,6 @@ from skyrl_train.trainers import SFTResult, SFTTrainer, sft
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
     find_start,
-    flat_config,
     prepare_run_folder,
     resume_settings,
 )
@@ -220,7 +219,6 @@ class FakeSFTRun:
             attempt = Attempt(
                 config=self.config,
                 plan=plan_sft(self.config, self.data),
-                recorded=flat_config(self.config),
                 data=self.data.fingerprint,
                 start=start,
                 folder=self.folder,

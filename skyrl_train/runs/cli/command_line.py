@@ -12,7 +12,7 @@ import itertools
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -133,8 +133,10 @@ class CommandLine:
         return list(self._found.values())
 
     def _add(self, *, field: str, rule: str, value: str, remedy: str) -> None:
-        violation = Violation(field=field, rule=rule, value=value, remedy=remedy)
-        self._found.setdefault(str(violation), violation)
+        self._note([Violation(field=field, rule=rule, value=value, remedy=remedy)])
+
+    def _note(self, violations: Iterable[Violation]) -> None:
+        self._found.update((text, each) for each in violations if (text := str(each)) not in self._found)
 
     # Names
 
@@ -209,8 +211,7 @@ class CommandLine:
             return True
         schema = strip(section.annotation)
         violations = read_root(value, schema, at=section.path, root=self._root.schema).violations
-        for violation in violations:
-            self._found.setdefault(str(violation), violation)
+        self._note(violations)
         return not violations
 
     # Composition and values
@@ -229,8 +230,7 @@ class CommandLine:
         config = self._compose(overrides)
         if config is None or names_only:
             return None
-        for violation in clear_text_violations(config):
-            self._found.setdefault(str(violation), violation)
+        self._note(clear_text_violations(config))
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
             rules = self._root.machine_rules if self._rules else None
@@ -241,7 +241,7 @@ class CommandLine:
             source = source_of(config, violation.field)
             follows = _DATA if source.startswith("default_environment:") else {source}
             if not follows & fields:  # what follows another setting is right when that is
-                self._found.setdefault(str(violation), violation)
+                self._note([violation])
         return loaded.config.output_dir
 
     def _check_folders(self, folders: Sequence[str | None]) -> None:
@@ -277,8 +277,7 @@ class CommandLine:
                 why = f"write {part}={{{TARGET}: {name}, {argument}: ...}}"
             # A list in the place of a mapping, say, which OmegaConf refuses without saying what there may be.
             mistyped = [] if override.is_sweep_override() else self._mistyped(key, override.value())
-            for violation in mistyped:
-                self._found.setdefault(str(violation), violation)
+            self._note(mistyped)
             if not mistyped:
                 self._add(field=key, rule="was refused", value=value_of(override), remedy=why)
         refused = [override for override, _ in refusals]
@@ -340,14 +339,10 @@ def _no_experiment(config_name: str) -> str:
     nothing from them."""
     supervised = config_name != "config"
     names = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
-    commands = [f"  {_program()} +experiment={name}\n" for name in names if name.startswith("sft") == supervised]
+    typed = Path(sys.argv[0])
+    program = typed.name if typed.suffix != ".py" else f"python -m skyrl_train.{typed.stem}"
+    commands = [f"  {program} +experiment={name}\n" for name in names if name.startswith("sft") == supervised]
     return f"Nothing was named to train. Begin with an experiment, and override what differs:\n{''.join(commands)}"
-
-
-def _program() -> str:
-    """The command as it was typed."""
-    name = Path(sys.argv[0])
-    return name.name if name.suffix != ".py" else f"python -m skyrl_train.{name.stem}"
 
 
 def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> None:
@@ -382,7 +377,14 @@ def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Roo
         composer = Composer(loader, config_name, search_path)
         line = CommandLine(composer, multirun=flags.multirun, rules=rules, root=root)
         names_only = flags.cfg is not None or flags.info is not None
-        violations = [*_folder_violations(flags.config_dir), *line.violations(flags.overrides, names_only=names_only)]
+        violations = line.violations(flags.overrides, names_only=names_only)
+    if (
+        flags.config_dir is not None and not Path(flags.config_dir).is_dir()
+    ):  # without one, Hydra's message names its flag
+        found = Violation.of(
+            "--config-dir", flags.config_dir, "must be an existing folder", near_path(flags.config_dir)
+        )
+        violations.insert(0, found)
     for note in line.notes:
         sys.stderr.write(f"note: {redact_text(note)}\n")
     if violations:
@@ -406,11 +408,6 @@ def checked_config(arguments: Sequence[str], *, config_name: str, trains: bool =
         assert isinstance(config, DictConfig), "it was checked"
         with as_in_a_run(config, 0, multirun=False):
             return load_node(config, root.schema)
-
-
-def _folder_violations(config_dir: str | None) -> Iterator[Violation]:
-    if config_dir is not None and not Path(config_dir).is_dir():  # without one, Hydra's own message names its flag
-        yield Violation.of("--config-dir", config_dir, "must be an existing folder", near_path(config_dir))
 
 
 def parse_flags(argv: Sequence[str], root: Root = RL_ROOT) -> argparse.Namespace | None:

@@ -30,6 +30,7 @@ from skyrl_train.runs.cli.placement_search import ASSUMED_MEMORY_GB, Search, cho
 from skyrl_train.runs.cli.resolvers import recorded_settings
 from skyrl_train.system import Devices, local_devices
 
+_ELSEWHERE = "try platform=cpu, or placement.ray_address=auto on a node of a cluster"
 _COUNT_TIMEOUT_S = 30.0
 """Deadline of joining a cluster to count its GPUs."""
 
@@ -77,7 +78,9 @@ def place(config: AnyConfig, devices: Devices | None = None, *, training: bool =
     if violations := list(_stated(config.placement)):
         raise ConfigError(violations)
     if config.platform.name == "cpu":
-        return _on_cpu(config)
+        engines = isinstance(config, Config) and config.generator.has_own_devices
+        backend = "ray" if engines or config.placement.ray_address else "inline"
+        return replace(config, placement=chosen(config.placement, backend=backend))
     devices = devices or find_devices(config.placement)
     if not devices.num_gpus:
         raise ConfigError([_no_gpu(config.placement, devices)])
@@ -96,30 +99,19 @@ def _stated(placement: PlacementConfig) -> Iterator[Violation]:
         value = getattr(placement, name)
         derived = name.endswith("num_workers") and getattr(placement, name.replace("workers", "gpus_per_node"))
         if value != getattr(default, name) and not derived:
-            yield Violation(
-                field=f"placement.{name}",
-                rule="is chosen with placement=auto",
-                value=repr(value),
-                remedy=f"add placement=ray to state it, or drop placement.{name}",
-            )
+            remedy = f"add placement=ray to state it, or drop placement.{name}"
+            yield Violation.of(f"placement.{name}", value, "is chosen with placement=auto", remedy)
 
 
 def _no_gpu(placement: PlacementConfig, devices: Devices) -> Violation:
-    where = "try platform=cpu, or placement.ray_address=auto on a node of a cluster"
     return Violation(
         field="placement.auto",
         rule=f"must have GPUs to choose for: {devices.source}",
         value="0 GPUs",
         remedy="state what is still to come: placement.num_gpus=8 placement.wait_for_nodes_s=600"
         if placement.ray_address
-        else where,
+        else _ELSEWHERE,
     )
-
-
-def _on_cpu(config: AnyConfig) -> AnyConfig:
-    engines = isinstance(config, Config) and config.generator.has_own_devices
-    backend = "ray" if engines or config.placement.ray_address else "inline"
-    return replace(config, placement=chosen(config.placement, backend=backend))
 
 
 def _supervised(config: SFTConfig, devices: Devices) -> SFTConfig:
@@ -162,16 +154,15 @@ def _as_recorded(config: Config, devices: Devices) -> Config | None:
     return found if gpus_needed(found) == nodes * per_node else None
 
 
-def _gpus_of_sft(config: SFTConfig) -> int:
-    return sft_layout(config).num_gpus if config.placement.backend == "ray" else int(config.platform.on_gpu)
-
-
 def room_violations(config: AnyConfig) -> Iterator[Violation]:
     """A placement, chosen or stated, that needs more GPUs than this machine has for a run of its own."""
     placement = config.placement
     if placement.auto or placement.ray_address or config.platform.name == "cpu":
         return
-    needed = _gpus_of_sft(config) if isinstance(config, SFTConfig) else gpus_needed(config)
+    if isinstance(config, Config):
+        needed = gpus_needed(config)
+    else:
+        needed = sft_layout(config).num_gpus if placement.backend == "ray" else int(config.platform.on_gpu)
     if needed == 1 and placement.backend == "inline":  # a matter of `platform.device`
         return
     devices = local_devices()
@@ -182,7 +173,7 @@ def room_violations(config: AnyConfig) -> Iterator[Violation]:
             value=counted(needed, "GPU"),
             remedy="try placement=auto, or placement.ray_address=auto on a node of a cluster"
             if devices.num_gpus
-            else "try platform=cpu, or placement.ray_address=auto on a node of a cluster",
+            else _ELSEWHERE,
         )
 
 

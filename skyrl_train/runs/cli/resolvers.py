@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -68,16 +68,13 @@ def conf_dir(package: Path = _PACKAGE) -> Path:
     for folder in (package / "conf", package.parent / "conf"):
         if folder.is_dir():
             return folder
-    raise ConfigError(
-        [
-            Violation(
-                field="conf",
-                rule="must lie inside the package or, in a checkout, beside it",
-                value=f"neither {package / 'conf'} nor {package.parent / 'conf'}",
-                remedy="install skyrl_train again, or run from a complete clone",
-            )
-        ]
+    missing = Violation(
+        field="conf",
+        rule="must lie inside the package or, in a checkout, beside it",
+        value=f"neither {package / 'conf'} nor {package.parent / 'conf'}",
+        remedy="install skyrl_train again, or run from a complete clone",
     )
+    raise ConfigError([missing])
 
 
 def register_resolvers() -> None:
@@ -85,16 +82,20 @@ def register_resolvers() -> None:
 
     Call it before `hydra.main` or the compose API. Calling it again changes nothing.
     """
-    OmegaConf.register_new_resolver("detect_platform", lambda: detect_platform().name, replace=True)
-    OmegaConf.register_new_resolver("per_platform", _per_platform, replace=True)
-    OmegaConf.register_new_resolver("default_environment", _default_environment, replace=True)
-    OmegaConf.register_new_resolver("if_file", _if_file, replace=True)
-    OmegaConf.register_new_resolver("derived", derived, replace=True)
-    OmegaConf.register_new_resolver("derivation", derivation, replace=True)
-    OmegaConf.register_new_resolver("typed_settings", _typed_settings, replace=True)
-    OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
-    OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
-    OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)
+    resolvers: dict[str, Callable[..., Any]] = {
+        "detect_platform": lambda: detect_platform().name,
+        "per_platform": _per_platform,
+        "default_environment": _default_environment,
+        "if_file": _if_file,
+        "derived": derived,
+        "derivation": derivation,
+        "typed_settings": _typed_settings,
+        "run_folder": _run_folder,
+        "sweep_folder": lambda *, _root_: _named_folder(_root_, prefix="sweep_"),  # holds the runs of a sweep
+        "default_run_folder": _default_run_folder,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     for name, schema in (("schema", Config), ("sft_schema", SFTConfig)):
         ConfigStore.instance().store(name=name, node=_base(schema), provider="skyrl_train")
 
@@ -175,11 +176,6 @@ def _default_run_folder(*, _root_: DictConfig) -> str:
     return str(_root_.output_dir)
 
 
-def _sweep_folder(*, _root_: DictConfig) -> str:
-    """The folder that holds the runs of a sweep."""
-    return _named_folder(_root_, prefix="sweep_")
-
-
 def _named_folder(root: DictConfig, prefix: str = "") -> str:
     return f"outputs/{OmegaConf.select(root, 'run_name', default=Config.run_name)}/{prefix}{_run_names[-1]}"
 
@@ -222,19 +218,14 @@ def _entry(settings: Mapping[str, Any], name: str) -> Any:
 def derivation(*, _root_: DictConfig) -> ListConfig:
     """`${derivation:}`: lines that say what was derived in a configuration, and why. As a node: `--resolve` cannot put a
     plain list in the place of an interpolation."""
-    return ListConfig(_derivation(_root_))
-
-
-def _derivation(_root_: DictConfig) -> list[str]:
     with _deriving():
         stated, situation, record = _stated(_root_), _situation(_root_), _recorded(_root_)
         if record and _selected(_root_, "trainer.resume_mode") != "latest":
-            return [
-                f"sizes       of the run at {_selected(_root_, 'trainer.resume_path')}, where nothing else is stated"
-            ]
+            path = _selected(_root_, "trainer.resume_path")
+            return ListConfig([f"sizes       of the run at {path}, where nothing else is stated"])
         if record:
-            return list(record.get("derived") or ())
-        return list(reasons(_derive(_root_, stated, situation), stated, situation))
+            return ListConfig(list(record.get("derived") or ()))
+        return ListConfig(list(reasons(_derive(_root_, stated, situation), stated, situation)))
 
 
 @contextmanager

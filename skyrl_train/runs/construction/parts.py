@@ -42,7 +42,6 @@ from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reader
 from skyrl_train.plan import BatchPlan
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
-from skyrl_train.rollout.hosts import WorkerHost
 from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
 from skyrl_train.runs.construction.engines import Engines, build_engines
 from skyrl_train.runs.resolve import reward_models
@@ -68,32 +67,24 @@ class Host:
     """None where nothing is generated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutParts:
-    """What makes rollouts, and how it gets new weights."""
-
-    generator: Generator
-    transport: WeightTransport
-
-
 def build_rollouts(
     config: Config,
     recording: ReplayGenerator | None,
     stack: ExitStack,
-    *,
     on_progress: Callable[[int, int], None],
     host: Host,
-) -> RolloutParts:
-    """Return what makes rollouts with the engine of `host`, or reads them from a recording. `stack` closes it."""
+) -> tuple[Generator, WeightTransport]:
+    """Return what makes rollouts with the engine of `host`, or reads them from a recording, and how it gets new weights.
+    `stack` closes it."""
     engines, IMAGES.folder = host.engines, RunFolder(Path(config.output_dir)).images
     if recording is not None:
-        return RolloutParts(generator=recording, transport=NoTransport())
+        return recording, NoTransport()
     assert engines is not None, "whatever is no recording is an engine"
     _load_reward_models(config, host, stack)
     generator = rollout_generator(config, engines.engine, host)
     generator.on_progress = on_progress
     stack.callback(generator.close)
-    return RolloutParts(generator=generator, transport=engines.transport)
+    return generator, engines.transport
 
 
 def rollout_generator(config: Config, engine: InferenceEngine, host: Host) -> RolloutGenerator:
@@ -106,7 +97,9 @@ def rollout_generator(config: Config, engine: InferenceEngine, host: Host) -> Ro
         config.environment,
         config.seed,
         vocabulary_size=vocabulary_size(config.model),
-        workers=_environment_workers(config, host),
+        workers=None
+        if host.cluster is None or config.environment.placement != "ray"
+        else host.cluster.environment_workers(config.environment),
         log=Path(config.output_dir) / "environments.log",
         parse_calls=make_tool_parser(config.environment.tool_format, tokenizer),
         chat=chat_tokens(config.data, tokenizer, config.model),
@@ -171,13 +164,8 @@ def chat_tokens(data: DataConfig, tokenizer: Tokenizer, model: ModelConfig) -> C
 
 def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
     """Load those that rewards name by a path, here or in actors. Raises ModelError."""
-    environments = [
-        config.environment,
-        *(
-            dataset.environment
-            for dataset in mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
-        ),
-    ]
+    mix = mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
+    environments = [config.environment, *(dataset.environment for dataset in mix)]
     found = {id(reward): reward for each in environments for _, reward in reward_models(each)}
     for reward in found.values():
         settings = ScorerSettings(
@@ -193,13 +181,6 @@ def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
         scorer = SequenceScorer(settings) if on_ray is None else on_ray.load_reward_model(settings)
         stack.callback(scorer.close)
         reward.use(scorer.score)
-
-
-def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
-    """Return where environments run, if that is on the nodes of a cluster."""
-    if host.cluster is None or config.environment.placement != "ray":
-        return None
-    return host.cluster.environment_workers(config.environment)
 
 
 def open_cluster(config: AnyConfig, stack: ExitStack) -> Cluster | None:
