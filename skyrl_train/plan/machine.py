@@ -1,6 +1,6 @@
 """How long a step takes on a machine on which no run was made: from what its processors do in a second.
 
-    MachineRates (of `calibration.py`) x what a model computes --> Rates of tokens, for `plan/time.py`
+    MachineRates (of `measured_cpu.py`) x what a model computes --> Rates of tokens, for `plan/time.py`
 
 An update is each position's products, attention's pairs, the head of each sampled token, the operators of each layer and
 micro-batch, and the optimizer. A step of decoding reads all weights and starts each layer's operators, however many

@@ -5,7 +5,7 @@
     bytes, operations            --Device-->          seconds, and which of them are most
 
 Arithmetic for choosing a layout before there is a machine: `search.py` ranks by it what `placement=auto` may choose.
-Activations are counted from sizes; `plan/memory/device.py` traces the run's own step instead. Rates are two thirds of
+Activations are counted from sizes; `plan/memory/` traces the run's own step instead. Rates are two thirds of
 data sheets' for products (`batch/layouts/cost.py`) and four fifths for memory and links, and none of them was measured.
 """
 
