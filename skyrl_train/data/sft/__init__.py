@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncBatchCollator",
-    "Closing",
     "Collator",
     "DefaultCollator",
     "EpochOrder",
