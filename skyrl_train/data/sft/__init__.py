@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from skyrl_train.data.sft.collate import Collator, DefaultCollator, PackedDataCollator, example_batch
     from skyrl_train.data.sft.epoch_order import EpochOrder
     from skyrl_train.data.sft.examples import ExampleFormat, Loaded, load_examples
-    from skyrl_train.data.sft.step_stream import Closing, StepStream, by_documents, by_rows, by_tokens
+    from skyrl_train.data.sft.step_stream import StepStream, by_documents, by_rows, by_tokens
     from skyrl_train.data.sft.token_cache import default_folder
     from skyrl_train.data.sft.token_store import ExampleSet, Ints, SourcePart, TokenStore, store_of
 
