@@ -21,6 +21,7 @@ from skyrl_train import runs
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.objects import has_object, named_part, named_rows
 from skyrl_train.runs import RunResult
+from skyrl_train.system.files import cache_folder
 
 if TYPE_CHECKING:
     from skyrl_train.config import AnyConfig, Config, SFTConfig
@@ -120,9 +121,7 @@ def _is_rows(value: object) -> bool:
 
 def _stored_tokenizer(tokenizer: Any) -> str:
     """Write a tokenizer where it is kept under the digest of its files, where every process and later run finds it."""
-    from skyrl_train.data.sft import default_folder
-
-    tokenizers = default_folder().parent / "tokenizers"
+    tokenizers = cache_folder("tokenizers")
     tokenizers.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tokenizers) as temporary:
         tokenizer.save_pretrained(temporary)

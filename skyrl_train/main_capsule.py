@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system import find_modules_here
 
 
@@ -25,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         find_modules_here()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: idle threads spin on busy cores
-    from skyrl_train.errors import SkyrlTrainError
 
     try:
         return _run(options) if options.command == "run" else _bisect(options)

@@ -26,6 +26,9 @@ from skyrl_train.distributed import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import CollectiveError, SaveError, SkyrlTrainError
 from skyrl_train.interfaces import HeldState
+from skyrl_train.learner import PolicyLearner, build_learner, build_strategy, take_weights
+from skyrl_train.learner.memory import make_meter, size_micro_batches
+from skyrl_train.model.layers import set_numerics
 from skyrl_train.system.files import FileSums
 from skyrl_train.telemetry import StepMetrics
 from skyrl_train.telemetry.logs import stacks
@@ -125,8 +128,6 @@ class LearnerRank:
 
     def size_micro_batches(self, limits: SizingLimits, stored: Sequence[SizingReport]) -> SizingReport:
         """Find what fits, together with the other ranks; `stored` are the reports of an earlier run, by rank."""
-        from skyrl_train.learner.memory import make_meter, size_micro_batches
-
         engine = self._learner.engine
         own = stored[engine.strategy.rank] if len(stored) == engine.strategy.num_ranks else None
         return size_micro_batches(self._learner, make_meter(engine.passes.device, limits), limits, stored=own)
@@ -166,15 +167,11 @@ class LearnerRank:
 
     def take_bucket(self, bucket: Bucket) -> int:
         """Replace the parameters that are in the bucket, and return how many they are."""
-        from skyrl_train.learner import take_weights
-
         engine = self._learner.engine
         engine.offloader.require(optimizer=False)
         return take_weights(engine.model, engine.parameters, tensors_of(bucket), role=self._role)
 
     def _policy(self) -> PolicyLearner:
-        from skyrl_train.learner import PolicyLearner
-
         if not isinstance(self._learner, PolicyLearner):
             raise SkyrlTrainError(f"the {self._role} model has no log-probabilities")
         return self._learner
@@ -223,9 +220,6 @@ class LearnerWorker:
 
     def start(self, rendezvous: Rendezvous) -> tuple[LayoutChoice, CostModel]:
         """Meet the other ranks and load the model. Return the layout that is exact for it, and what its rows cost."""
-        from skyrl_train.learner import build_learner, build_strategy
-        from skyrl_train.model.layers import set_numerics
-
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         set_numerics(deterministic=self._settings.deterministic)
         device = torch.device("cuda:0" if self._settings.platform.name == "gpu" else "cpu")

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import ray
 import ray._private.authentication.authentication_token_setup as authentication
+import ray._private.ray_constants as constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.images import SentImages
@@ -307,8 +308,6 @@ def _remove(folder: Path) -> None:
 
 def _stay_on_loopback() -> None:
     """Makes Ray use 127.0.0.1 here and in the processes it starts; it would replace it by an address of the network."""
-    import ray._private.ray_constants as constants
-
     os.environ[constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     constants.ENABLE_RAY_CLUSTER = False
 

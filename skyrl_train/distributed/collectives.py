@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from skyrl_train.distributed.mesh import by_mesh
 
@@ -25,8 +26,6 @@ def full(tensor: Tensor) -> Tensor:
 
 def is_divided(tensor: Tensor) -> bool:
     """Return whether ranks hold parts of the tensor."""
-    from torch.distributed.tensor import DTensor
-
     return isinstance(tensor, DTensor)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.model.parallel import expert_modules
@@ -53,8 +54,6 @@ def divide_experts(
 
     `in_memory_of_their_own`: not views of what the model had, which is free then.
     """
-    from torch.distributed.tensor import DTensor, Shard
-
     for module in expert_modules(model).values():
         own = module.num_experts // group.size
         for name, parameter in list(module.named_parameters(recurse=False)):

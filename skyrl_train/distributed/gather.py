@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from skyrl_train.model.parallel import all_gather
 
@@ -72,9 +74,6 @@ def own_box(tensor: Tensor, *, share: int, num_shares: int) -> tuple[Tensor, tup
 
     A tensor that every rank has whole is handed over by share 0 of it, e.g. by another rank for each tensor.
     """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return (tensor if share % num_shares == 0 else tensor[:0] if tensor.ndim else tensor.new_empty(0)), (
@@ -94,8 +93,6 @@ def _strided(placements: Sequence[Any]) -> bool:
 
 
 def _part_of(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> _Part:
-    from torch.distributed.tensor import DTensor
-
     part = _Part(tensor.detach(), tuple(tensor.shape))
     if isinstance(tensor, DTensor):
         if any(place.is_partial() for place in tensor.placements):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyrl_train.config.models import MeshSizes
 from skyrl_train.distributed.process_group import as_default_group
@@ -107,8 +108,6 @@ class RankMesh:
     @cached_property
     def _named(self) -> DeviceMesh:
         """The mesh of all ranks, of which the others are parts."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         axes = list(self._axes())
         if axes == ["shard"]:
             return init_device_mesh(self.device_type, (self.sizes.shard,), mesh_dim_names=("shard",))
@@ -116,8 +115,6 @@ class RankMesh:
 
     def _over(self, axes: list[Axis]) -> DeviceMesh:
         """The mesh of all ranks, which these axes number in their order."""
-        from torch.distributed.device_mesh import DeviceMesh
-
         shape = [len(ranks_along(self.sizes, axis)[0]) for axis in axes]
         return DeviceMesh.from_group(
             [self.group(axis) for axis in axes],

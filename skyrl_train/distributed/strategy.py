@@ -27,6 +27,17 @@ from skyrl_train.batch.layouts import PositionGroup
 from skyrl_train.config.models import MeshSizes, StrategyConfig, sums_once_a_step
 from skyrl_train.distributed import collectives
 from skyrl_train.distributed.experts import ExpertGroup, divide_experts
+from skyrl_train.distributed.fsdp import (
+    forget_pass,
+    gather_ahead,
+    gathering,
+    hold_whole_gradients,
+    shard_model,
+    state_ahead_of_pass,
+    sum_gradients,
+    whole_gradient_bytes,
+    whole_gradients,
+)
 from skyrl_train.distributed.gather import gather_whole
 from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.oom_consensus import OomConsensus
@@ -259,8 +270,6 @@ class Sharded(ManyRanks):
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Shards the model and sends each rank its part of rank 0's parameters. Ranks agree on when to sum gradients."""
-        from skyrl_train.distributed.fsdp import gather_ahead, gathering, shard_model, whole_gradient_bytes
-
         once = sums_once_a_step(
             self._gradient_sync,
             gradient_bytes=whole_gradient_bytes(model, expert_ranks=self.expert_ranks) // self.tensor_ranks,
@@ -290,8 +299,6 @@ class Sharded(ManyRanks):
     def begin_micro_batch(self, model: PreTrainedModel, *, is_last: bool | None) -> None:
         """Ranks agree that they are well. Gradients are summed by the backward pass: of each micro-batch, or of the last
         one alone."""
-        from skyrl_train.distributed.fsdp import state_ahead_of_pass, sum_gradients
-
         now = None if is_last is None else is_last or not self.keeps_whole_gradients
         if now is not None:
             sum_gradients(model, now=now)
@@ -300,8 +307,6 @@ class Sharded(ManyRanks):
 
     def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
         """Give gradients of zeros, whole or of this rank's shards."""
-        from skyrl_train.distributed.fsdp import hold_whole_gradients
-
         if self.keeps_whole_gradients:
             hold_whole_gradients(model)
         else:
@@ -309,8 +314,6 @@ class Sharded(ManyRanks):
 
     def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:
         """Return the gradients that FSDP2 keeps."""
-        from skyrl_train.distributed.fsdp import whole_gradients
-
         return whole_gradients(model)
 
     def gathered(self) -> Iterable[Tensor]:
@@ -319,8 +322,6 @@ class Sharded(ManyRanks):
 
     def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         """Ranks meet before each micro-batch of a pass, too."""
-        from skyrl_train.distributed.fsdp import forget_pass
-
         try:
             return self._consensus.run(work)
         except RankOutOfMemory:

@@ -276,7 +276,7 @@ def build_hf_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
     return HFEngine(
         model,
         tokenizer,
-        max_batch_size=settings.max_batch_size,
+        max_batch_size=settings.generator.max_batch_size,
         in_flight_cache=settings.in_flight_cache,
         rounding=settings.rounding,
     )

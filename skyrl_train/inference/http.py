@@ -257,10 +257,10 @@ class HTTPEngine(UpdatableEngine):
 def build_http_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:  # noqa: ARG001
     """Return the engine behind `generator.http`. Raises EngineError where the server does not answer."""
     return HTTPEngine(
-        settings.http,
+        settings.generator.http,
         stop_token_ids=stop_token_ids(settings.model),
-        timeout_s=settings.request_timeout_s,
-        send_seeds=settings.seeds_by_request,
+        timeout_s=settings.generator.request_timeout_s,
+        send_seeds=settings.generator.seeds == "request",
         vocabulary_size=vocabulary_size(settings.model),
     )
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from skyrl_train.config.models import HTTPConfig, LoraConfig, ModelConfig, VLLMConfig
+from transformers import GenerationConfig
+
+from skyrl_train.config.models import (
+    GeneratorConfig,
+    LoraConfig,
+    ModelConfig,
+    PlatformConfig,
+    quantizes_itself,
+    ships_adapter,
+)
 from skyrl_train.model import load_tokenizer, resolve_model_path
 
 
@@ -16,28 +25,18 @@ class EngineSettings:
 
     model: ModelConfig
     """The policy's model; its current weights are given before the first request."""
-    device: str
-    """torch device of an engine that computes in the loop's process, e.g. `cpu` or `cuda:0`."""
-    max_batch_size: int
-    """Sequences to generate together in the loop's process."""
-    max_context_length: int
-    """Tokens of a prompt and its response together."""
-    temperature: float = 1.0
-    """Temperature of training rollouts, whose log-probabilities are trained on."""
+    generator: GeneratorConfig
+    """How rollouts are made."""
+    platform: PlatformConfig
+    """What the machine offers."""
     seed: int = 0
     """Seed of an engine that draws by itself."""
-    seeds_by_request: bool = True
-    """Whether a response is drawn by the request's own seed, or by the engine's (`generator.seeds`)."""
     deterministic: bool = False
     """Whether a response may not depend on what else is in the batch, on a GPU."""
-    on_gpu: bool = False
-    """Whether an engine with devices of its own has GPUs."""
     in_actor: bool = False
     """Whether the engine is made in a process that does nothing else, rather than in the trainer's."""
     leaves_devices: bool = False
     """Whether it has to leave its devices to models between generations (`sleep`, `wake_up`)."""
-    adapter: LoraConfig | None = None
-    """What is synced: an adapter beside the model's weights; None for all weights."""
     in_flight_cache: Literal["recompute", "keep"] | None = None
     """What becomes of the keys and values of responses that an update of the weights reaches (`trainer.in_flight_cache`);
     None where updates wait for running responses to end."""
@@ -45,24 +44,37 @@ class EngineSettings:
     """Whether answers of a mixture of experts say where its tokens were sent (`trainer.moe_routing_replay`)."""
     awaits_weights: bool = False
     """Whether requests wait for its first weights, as it takes the place of an engine that died and may be asked before."""
-    request_timeout_s: float = 600.0
-    """Deadline of one request."""
-    rounding: Literal["none", "int8", "fp8"] = "none"
-    """What matrices are rounded to as they arrive (`weight_sync/rounding.py`)."""
-    quantizes_fp8: bool = False
-    """Whether vLLM is to compute in fp8 by itself."""
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    """`generator.vllm`."""
-    http: HTTPConfig = field(default_factory=HTTPConfig)
-    """`generator.http`."""
     output_dir: Path = Path()
     """Folder of the run."""
+
+    @property
+    def device(self) -> str:
+        """torch device of an engine that computes in the loop's process, e.g. `cpu` or `cuda:0`."""
+        return self.platform.device
+
+    @property
+    def max_context_length(self) -> int:
+        """Tokens of a prompt and its response together."""
+        return self.generator.max_context_length
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """What is synced: an adapter beside the model's weights; None for all weights."""
+        return self.model.lora if ships_adapter(self.generator) else None
+
+    @property
+    def quantizes_fp8(self) -> bool:
+        """Whether vLLM is to compute in fp8 by itself."""
+        return quantizes_itself(self.generator, on_gpu=self.platform.name == "gpu")
+
+    @property
+    def rounding(self) -> Literal["none", "int8", "fp8"]:
+        """What matrices are rounded to as they arrive (`weight_sync/rounding.py`)."""
+        return "none" if self.quantizes_fp8 else self.generator.quantization
 
 
 def stop_token_ids(model: ModelConfig) -> tuple[int, ...]:
     """Return the tokens that end a response, by the model's generation config and by the tokenizer. Raises ModelError."""
-    from transformers import GenerationConfig
-
     try:
         listed = GenerationConfig.from_pretrained(str(resolve_model_path(model.path, model.revision))).eos_token_id
     except OSError:

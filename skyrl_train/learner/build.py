@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._inductor import cpp_builder
+from torch.utils import _triton
 
 from skyrl_train.batch.layouts import CostModel
 from skyrl_train.batch.planner import make_micro_batch_strategy
@@ -212,10 +214,7 @@ def compile_layers(model: PreTrainedModel, *, name: str) -> None:
 def _why_not_compiled(device: torch.device) -> str:
     """Why nothing can be compiled here, with what would help; empty where it can."""
     if device.type == "cuda":
-        from torch.utils import _triton
-
         return "" if _triton.has_triton() else "torch finds no working Triton. Install the triton that fits this torch"
-    from torch._inductor import cpp_builder
 
     find: Any = cpp_builder.get_cpp_compiler
     try:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_train.distributed import reshard
 from skyrl_train.errors import CheckpointError, ModelError
@@ -130,8 +131,6 @@ class StoredTensors:
     def take(self, name: str, like: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Return a tensor: this rank's part of it where `like`, of the same whole shape, is sharded, else whole. What has to
         be put together is so on the `device`. Raises ValueError where the files lack some of it."""
-        from torch.distributed.tensor import DTensor
-
         dtype, shape = self.facts[name]
         if isinstance(like, DTensor):
             target = torch.empty_like(like, dtype=dtype, device=device)
@@ -281,8 +280,6 @@ def take_weights(
 ) -> int:
     """Copies whole weights into the model's `parameters` of these names, or into this rank's shards of them; returns how
     many. Raises ModelError for an unknown name or another shape."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     reshard(model)
     count = 0
     for name, tensor in weights:

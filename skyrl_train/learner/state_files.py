@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from skyrl_train.errors import SaveError
 from skyrl_train.system.files import FileSums, write_hashed
@@ -249,8 +251,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> TensorFile:
     """The file of what this rank holds of the tensors. Asked of each rank, in any order."""
-    from torch.distributed.tensor import DTensor
-
     held, parts = {}, {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):  # of ranks that hold the same, one writes it
@@ -267,9 +267,6 @@ def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> TensorFile:
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of the tensor, and where that begins in the whole."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim

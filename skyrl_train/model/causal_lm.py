@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import transformers
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.initialization import no_init_weights
 
 import skyrl_train.data.assets
 from skyrl_train.config.models import ModelConfig
@@ -75,8 +86,6 @@ def resolve_model_path(path: str, revision: str | None = None) -> Path:
 
 def _hub_folder(name: str, revision: str | None) -> Path:
     """A hub model's snapshot: from the cache where complete, which also keeps a resumed run on the same weights."""
-    from huggingface_hub import snapshot_download
-
     request: dict[str, Any] = {"repo_id": name, "revision": revision, "allow_patterns": list(_HUB_FILES)}
     try:
         folder = Path(snapshot_download(local_files_only=True, **request))
@@ -182,15 +191,11 @@ def from_pretrained(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tup
 
 def auto_class(folder: Path) -> Any:
     """Return the class of transformers that makes the model in `folder`, with its vision tower where its family has one."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     return AutoModelForImageTextToText if family_of(folder) else AutoModelForCausalLM
 
 
 def _checked(loaded: object, model: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """Raises ModelError for what no learner can take from a loader."""
-    from transformers import PreTrainedModel
-
     problem = ""
     if not isinstance(loaded, tuple) or len(loaded) != 2:
         problem = f"gave {type(loaded).__name__}, not (model, names of parameters that its weights lack)"
@@ -217,8 +222,6 @@ def empty_causal_lm(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -
         place_model(formed, model, "cpu")
         formed.train()
         return formed
-    from transformers import AutoConfig
-    from transformers.initialization import no_init_weights
 
     folder = resolve_model_path(model.path, model.revision)
     try:
@@ -270,8 +273,6 @@ def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.devic
 def quiet_transformers() -> Iterator[None]:
     """Run without the library's progress bars, which clutter a log, and its report of keys, which `load_causal_lm` turns
     into an error."""
-    import transformers
-
     library: Any = transformers.utils.logging
     bars, level = library.is_progress_bar_enabled(), library.get_verbosity()
     library.disable_progress_bar()
@@ -286,8 +287,6 @@ def quiet_transformers() -> Iterator[None]:
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer at `tokenizer_path`, or with the model. Raises ModelError."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     path = model.tokenizer_path or model.path
     folder = resolve_model_path(path, model.revision if model.tokenizer_path is None else None)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -4,7 +4,7 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, make_batch_plan
+    from skyrl_train.plan.batch_plan import BatchPlan, SFTPlan, ceil_div, make_batch_plan
     from skyrl_train.plan.dry_run import (
         expected_peak_bytes,
         expected_step_seconds,
@@ -22,6 +22,7 @@ __all__ = [
     "BatchPlan",
     "PhaseTimes",
     "RowLengths",
+    "SFTPlan",
     "ceil_div",
     "duration",
     "expected_peak_bytes",

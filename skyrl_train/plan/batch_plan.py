@@ -100,6 +100,21 @@ class BatchPlan:
         return ScheduleLength(optimizer_steps=steps, documents=documents if self.docs_per_step else 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SFTPlan:
+    """What a supervised run consists of, by its configuration and its data; `plan.json`."""
+
+    num_examples: int
+    num_examples_per_epoch: int
+    """Weights counted."""
+    num_tokens: int
+    """Of all examples."""
+    total_steps: int
+    """Optimizer steps."""
+    step: str
+    """What makes one."""
+
+
 def make_batch_plan(
     trainer: TrainerConfig, generator: GeneratorConfig, sizes: Sizes, *, num_train_prompts: int
 ) -> BatchPlan:

@@ -22,7 +22,8 @@ from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violat
 from skyrl_train.model.sizes import read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
-from skyrl_train.plan.machine import MachineRates, StepTime, machine_rates, predicted_rates
+from skyrl_train.plan.forms.scale import MachineRates
+from skyrl_train.plan.machine import StepTime, machine_rates, predicted_rates
 from skyrl_train.plan.memory.device import DeviceMemory, peak_on_cpu, planned_models
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, sandbox_notes, size_notes
 from skyrl_train.plan.report import (
@@ -233,14 +234,20 @@ def _rates(
     if machine is None or not {each.role for each in estimates} <= set(shapes):
         return None
     work = work_of_step(plan, lengths, estimates, NO_RATES, models_scored=_models_scored(config, plan))
+    generator, slots = config.generator, config.generator.max_batch_size
+    if generator.backend == "vllm":
+        slots = generator.vllm.most_sequences(on_gpu=config.platform.on_gpu)
     return predicted_rates(
         machine(config.platform, config.model.dtype),
         shapes,
-        config,
+        config.model,
+        generator,
         plan,
         lengths,
         estimates,
         work,
+        slots=slots,
+        num_engines=count_engines(generator, config.placement) if generator.has_own_devices else 1,
         num_eval_prompts=num_eval_prompts,
     )
 

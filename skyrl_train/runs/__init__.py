@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from skyrl_train.runs.resolve import resolve
     from skyrl_train.runs.result import RunResult, run_logged, swept_metric
     from skyrl_train.runs.rl import load_data
-    from skyrl_train.runs.sft import build_sft_evaluator, open_best
+    from skyrl_train.runs.sft import SFTData, build_loader, build_sft_evaluator, open_best, plan_sft
     from skyrl_train.runs.task import Attempt, build_trackers, open_checkpoints
 
 __all__ = [
     "Attempt",
     "RunResult",
+    "SFTData",
     "assembly_settings",
     "bisect",
+    "build_loader",
     "build_sft_evaluator",
     "build_trackers",
     "evaluate",
@@ -26,6 +28,7 @@ __all__ = [
     "open_best",
     "open_capsule",
     "open_checkpoints",
+    "plan_sft",
     "ppo_settings",
     "refuse_again",
     "resolve",

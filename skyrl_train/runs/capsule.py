@@ -182,7 +182,7 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
             metrics = named_metrics(merge_metrics([policy.forward_backward(closed), policy.optim_step()]))
             batch = closed.batch
         else:
-            batch, metrics = _trained_again(opened, opened.config, learners, state)
+            batch, metrics = _trained_again(opened, ppo_settings(opened.config), learners, state)
         write_batch(output / BATCH_FILE, batch)
         for name, model in _named(learners).items():
             if name != "reference":
@@ -201,10 +201,9 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
 
 
 def _trained_again(
-    opened: Opened, config: Config, learners: steps.Learners, state: TrainerState
+    opened: Opened, settings: steps.PPOSettings, learners: steps.Learners, state: TrainerState
 ) -> tuple[TrainingInputBatch, dict[str, float]]:
     """Score, estimate and update; the batch, and metrics of what was computed."""
-    settings = ppo_settings(config)
     batch = _batch_again(opened, learners, state, settings)
     update = steps.update(
         batch,

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.config import AnyConfig, Config, RunConfig, SFTConfig
 from skyrl_train.runs.resolve import Resolved, read_all_rows, resolve
@@ -33,15 +32,6 @@ R = TypeVar("R", bound="TrainingResult | SFTResult")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opened(Generic[C]):
-    """A run that has said what it is."""
-
-    resolved: Resolved[C]
-    folder: RunFolder
-    console: RunConsole
-
-
 def train(config: Config, *, on_end: OnEnd = tell_nobody, only_looks: bool = False) -> TrainingResult | None:
     """Trains by reinforcement learning, or goes on training, in `config.output_dir`; None where the run there is complete,
     or where it `only_looks` (`look.py`). `on_end` is called before parts are closed.
@@ -49,19 +39,21 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody, only_looks: bool = Fal
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
     """
-    run = _opened(resolve(config))
-    rows = read_all_rows(run.resolved.config)
+    resolved = resolve(config)
+    console = _opened(resolved)
+    rows = read_all_rows(resolved.config)
     from skyrl_train.runs.rl import ReinforcementLearning  # and with it torch
 
-    return drive(run, partial(ReinforcementLearning, rows=rows, only_looks=only_looks), on_end=on_end)
+    return drive(resolved, console, partial(ReinforcementLearning, rows=rows, only_looks=only_looks), on_end=on_end)
 
 
 def train_sft(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None:
     """Trains on answers that are given; all else as in `train`."""
-    run = _opened(resolve(config))
+    resolved = resolve(config)
+    console = _opened(resolved)
     from skyrl_train.runs.sft import SupervisedLearning
 
-    return drive(run, SupervisedLearning, on_end=on_end)
+    return drive(resolved, console, SupervisedLearning, on_end=on_end)
 
 
 def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
@@ -71,11 +63,12 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     Raises SkyrlTrainError.
     """
     of = config.trainer.resume_path or config.model.path
-    run = _opened(resolve(config, trains=False), title=f"evaluation of {of}")
-    rows = read_all_rows(run.resolved.config)
-    from skyrl_train.runs.evaluation import evaluate_once
+    resolved = resolve(config, trains=False)
+    console = _opened(resolved, title=f"evaluation of {of}")
+    rows = read_all_rows(resolved.config)
+    from skyrl_train.runs.rl import evaluate_once
 
-    evaluate_once(run.resolved.config, rows, run.folder, run.console, on_end)
+    evaluate_once(resolved.config, rows, console, on_end)
 
 
 def open_folder(config: RunConfig) -> RunFolder:
@@ -85,20 +78,22 @@ def open_folder(config: RunConfig) -> RunFolder:
     return folder
 
 
-def _opened(resolved: Resolved[C], title: str = "") -> Opened[C]:
+def _opened(resolved: Resolved[C], title: str = "") -> RunConsole:
+    """Make the run's folder, and return the console, which has said what the run is."""
     config = resolved.config
     console = RunConsole(step_lines=bool(title) or config.tracker.console.enabled)
-    folder = open_folder(config)
+    open_folder(config)
     console.header(f"skyrl_train: {title or config.run_name}", resolved.lines)
-    return Opened(resolved=resolved, folder=folder, console=console)
+    return console
 
 
-def drive(run: Opened[C], load: Callable[[C, RunConsole], Task[C, Any, R]], *, on_end: OnEnd) -> R | None:
+def drive(
+    resolved: Resolved[C], console: RunConsole, load: Callable[[C, RunConsole], Task[C, Any, R]], *, on_end: OnEnd
+) -> R | None:
     """Return what the task that `load` gives makes of the run; None where there is nothing to train."""
     from skyrl_train.runs.task import Attempt, Parts, begin, open_checkpoints, prepare_process
-    from skyrl_train.trainers.checkpoints import resume_settings
 
-    config, folder, console = run.resolved.config, run.folder, run.console
+    config, folder = resolved.config, RunFolder(Path(resolved.config.output_dir))
     prepare_process(config)
     checkpoints = open_checkpoints(folder.checkpoints, config.trainer)
     task = load(config, console)
@@ -107,9 +102,15 @@ def drive(run: Opened[C], load: Callable[[C, RunConsole], Task[C, Any, R]], *, o
         plan = task.plan(config)
         if not restarts.count:
             console.header("plan", [*task.plan_lines(config, plan), *task.notes])
-        resume = restarts.resume(resume_settings(config))
         start = begin(
-            config, resume, folder, console, checkpoints, data=task.fingerprint, plan=plan, promise=run.resolved.promise
+            config,
+            restarts,
+            folder,
+            console,
+            checkpoints,
+            data=task.fingerprint,
+            plan=plan,
+            promise=resolved.promise,
         )
         if start is None:
             return None
@@ -119,7 +120,6 @@ def drive(run: Opened[C], load: Callable[[C, RunConsole], Task[C, Any, R]], *, o
                 Attempt(
                     config=config,
                     plan=plan,
-                    recorded=resume.settings,
                     data=task.fingerprint,
                     start=start,
                     folder=folder,
@@ -132,16 +132,13 @@ def drive(run: Opened[C], load: Callable[[C, RunConsole], Task[C, Any, R]], *, o
             return None if go is None else go()
 
     with folder.locked():
-        return _said_goodbye(run, task, run_with_restarts(config, folder, console, attempt, on_end=on_end))
-
-
-def _said_goodbye(run: Opened[C], task: Task[C, Any, R], result: R | None) -> R | None:
-    if result is not None:
-        curve = f"learning curve  {run.folder.learning_curve_file}"
-        metrics = f"metrics         {run.folder.metrics_file}"
-        own = task.goodbye(run.resolved.config, result, run.folder)
-        run.console.header(f"done after step {result.global_step}", [curve, metrics, *own])
-    return result
+        result = run_with_restarts(config, folder, console, attempt, on_end=on_end)
+        if result is not None:
+            curve = f"learning curve  {folder.learning_curve_file}"
+            metrics = f"metrics         {folder.metrics_file}"
+            own = task.goodbye(config, result, folder)
+            console.header(f"done after step {result.global_step}", [curve, metrics, *own])
+        return result
 
 
 def run_with_restarts(

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from skyrl_train.config import AnyConfig, Config, RunConfig, SFTConfig, validate_sft
+from skyrl_train.config import AnyConfig, Config, RunConfig, SFTConfig
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.environment import RewardEntry, reward_entries
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.config.rules import mixed_datasets, validate_config
+from skyrl_train.config.rules import mixed_datasets
 from skyrl_train.data.sources import refuse_images
-from skyrl_train.errors import ConfigError, DataError, ModelError, Violation, counted
+from skyrl_train.errors import ConfigError, DataError, ModelError, counted
 from skyrl_train.model import files, pinned, source_line  # of which `files.weights_identity` alone imports torch
 from skyrl_train.model.sizes import read_architecture
 from skyrl_train.plan import placement_lines, placement_report
@@ -27,8 +27,7 @@ from skyrl_train.registry import TARGET, PartSpec, part_name, split_spec
 from skyrl_train.rollout import checked_prompts, rewards
 from skyrl_train.rollout.envs import reward_lines
 from skyrl_train.rollout.hosts import held_rewards
-from skyrl_train.runs.cli.auto_placement import place
-from skyrl_train.runs.cli.memory_settings import settle
+from skyrl_train.runs.cli.placement import place, rule_violations, settle
 from skyrl_train.system import Devices, detect_platform, local_devices, multiplies_bfloat16
 from skyrl_train.types import Prompt
 
@@ -62,11 +61,6 @@ def resolve(config: C, *, trains: bool = True) -> Resolved[C]:
     if trains and isinstance(config, Config) and config.generator.backend != "replay":
         config = with_reward_weights(config)
     return Resolved(config=config, promise=resume_promise(config), lines=tuple(first_lines(config)))
-
-
-def rule_violations(config: AnyConfig) -> list[Violation]:
-    """Return what breaks rules between settings."""
-    return validate_config(config) if isinstance(config, Config) else validate_sft(config)
 
 
 def limit_threads(config: RunConfig) -> None:
@@ -105,7 +99,11 @@ def first_lines(config: AnyConfig) -> Iterator[str]:
         yield "            this processor multiplies no bfloat16, so that it takes fifty times as long: model.dtype=float32"
     if source := source_line(config.model):
         yield f"            {source}"
-    yield from _lines_of_rl(config) if isinstance(config, Config) else _lines_of_sft(config)
+    if isinstance(config, Config):
+        yield from _lines_of_rl(config)
+    else:
+        yield f"data        {', '.join(config.data.train)}"
+        yield f"held out    {', '.join(config.data.held_out) or 'none'}"
     yield from config.derived
     if (promise := resume_promise(config)) != "identical":
         yield f"resume      {promise}"
@@ -128,11 +126,6 @@ def _lines_of_rl(config: Config) -> Iterator[str]:
     yield f"engine      {part_name(generator.backend)}, {new_tokens} a turn"
     if generator.eval_differences:
         yield f"evaluation  samples with {generator.eval_differences}"
-
-
-def _lines_of_sft(config: SFTConfig) -> Iterator[str]:
-    yield f"data        {', '.join(config.data.train)}"
-    yield f"held out    {', '.join(config.data.held_out) or 'none'}"
 
 
 def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, rewards.RewardModel]]:

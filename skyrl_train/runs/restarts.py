@@ -24,7 +24,7 @@ from skyrl_train.config.derived import layout_of
 from skyrl_train.config.models import ROLES, PlacementConfig
 from skyrl_train.config.placement import missing_room
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested, counted
-from skyrl_train.runs.resolve import rule_violations
+from skyrl_train.runs.cli.placement import rule_violations
 from skyrl_train.telemetry.logs import RunConsole
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config import AnyConfig
+from skyrl_train.config import RunConfig
 from skyrl_train.errors import StopRequested
 from skyrl_train.rollout.rewards import forget_rewards
 from skyrl_train.runs.drive import open_folder
@@ -61,7 +61,7 @@ def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
 
 
 @contextmanager
-def _logged(config: AnyConfig, folder: RunFolder) -> Iterator[None]:
+def _logged(config: RunConfig, folder: RunFolder) -> Iterator[None]:
     """Keep in `run.log` what the console shows, Python's logging and the traceback of an error, without secrets."""
     learn_secrets(asdict(config))
     forget_rewards()
@@ -90,7 +90,7 @@ def _logged(config: AnyConfig, folder: RunFolder) -> Iterator[None]:
         ours.setLevel(level)
 
 
-def swept_metric(config: AnyConfig) -> float | None:
+def swept_metric(config: RunConfig) -> float | None:
     """Return the last value of `config.sweep_metric`, of a run that was complete before, too; None, and a line in `run.log`
     that names those there are, where the run measured no such metric."""
     records = read_metrics(RunFolder(Path(config.output_dir)).metrics_file)

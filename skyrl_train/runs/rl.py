@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
 
 from skyrl_train.algorithms import shape_rewards
 from skyrl_train.config import Config
 from skyrl_train.config.derived import run_models
+from skyrl_train.config.models import ships_adapter
 from skyrl_train.config.rules import mixed_datasets, part_violations
 from skyrl_train.data import Curriculum, MixedSource, PromptSource
-from skyrl_train.errors import counted, every
+from skyrl_train.errors import ConfigError, DataError, Violation, counted, every
+from skyrl_train.interfaces import WeightTransport
+from skyrl_train.learner import read_model
 from skyrl_train.model.files import check_special_tokens, vocabulary_size
+from skyrl_train.model.lora import adapter_tensors, as_they_are, base_with_adapter, merged_weights
 from skyrl_train.plan import BatchPlan, optimizer_steps_text, plan_batches
 from skyrl_train.registry import part_name
 from skyrl_train.rollout import RolloutGenerator
@@ -29,13 +37,16 @@ from skyrl_train.runs.construction.parts import (
 from skyrl_train.runs.look import first_look
 from skyrl_train.runs.prompts import check_recorded_images, has_images, measure_prompts, require_exact_images
 from skyrl_train.runs.resolve import CheckedRows, read_all_rows
-from skyrl_train.runs.task import Attempt, Task
+from skyrl_train.runs.restarts import OnEnd
+from skyrl_train.runs.task import Attempt, Parts, Task, prepare_process
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.trackers import draw_learning_curve
 from skyrl_train.trainers import PPOTrainer, PromptBatches, TrainingResult, checkpointed_models
-from skyrl_train.trainers.checkpoints import DataFingerprint
+from skyrl_train.trainers.checkpoints import CheckpointStore, DataFingerprint, TrainerState
+from skyrl_train.trainers.evaluation import evaluation_table, write_evaluation
 from skyrl_train.types import Prompt
+from skyrl_train.weights import stored_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +107,13 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         config, plan, data, console, stack = attempt.config, attempt.plan, self.data, attempt.console, attempt.stack
         host = build_host(config, stack)
         with console.phase("engine"):
-            rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
+            generator, transport = build_rollouts(config, data.recording, stack, console.on_progress, host)
         with console.phase("models"):
             learners = build_learners(run_models(config, plan.schedule), stack, host)
         with console.phase("probes"):
             size_micro_batches(config, plan, learners, attempt.folder, console)
         first_look(attempt, data.train, host, learners, is_asked=self._only_looks)
-        activity = rollouts.generator.activity if isinstance(rollouts.generator, RolloutGenerator) else None
+        activity = generator.activity if isinstance(generator, RolloutGenerator) else None
         if activity is not None:
             activity.take()  # what the engine did for the look is none of the run's
         if self._only_looks:
@@ -116,18 +127,16 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
             settings=ppo_settings(config),
             prompts=data.train,
             curriculum=data.curriculum,
-            generator=rollouts.generator,
+            generator=generator,
             learners=learners,
-            transport=rollouts.transport,
-            evaluator=build_evaluator(
-                config, data.validation, rollouts.generator, rollout_log, loop.trackers.log_samples
-            ),
+            transport=transport,
+            evaluator=build_evaluator(config, data.validation, generator, rollout_log, loop.trackers.log_samples),
             rollout_log=rollout_log,
             stream=build_stream(
                 config,
                 data.train,
                 data.curriculum,
-                rollouts.generator,
+                generator,
                 data.fingerprint.sha256,
                 plan.total_steps,
                 stack,
@@ -149,12 +158,8 @@ def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data
         return _replayed_data(config)
     rows = read_all_rows(config) if rows is None else rows
     notes: list[str] = []
-    batch_size, shuffle, seed, order = (
-        config.trainer.train_batch_size,
-        config.data.shuffle,
-        config.seed,
-        config.data.order,
-    )
+    batch_size, shuffle, seed = config.trainer.train_batch_size, config.data.shuffle, config.seed
+    order = config.data.order
     source: PromptSource | MixedSource
     slots: Callable[[int], Sequence[int]]
     if mix := mixed_datasets(config.data, config.environment, config.generator.sampling)[0]:
@@ -212,3 +217,50 @@ def _replayed_data(config: Config) -> Data:
         notes=(f"rollouts are replayed from {config.generator.replay_path}; nothing is generated or evaluated",),
         recording=recording,
     )
+
+
+def evaluate_once(config: Config, rows: Sequence[CheckedRows], console: RunConsole, on_end: OnEnd) -> None:
+    """Evaluate on the held-out prompts of `rows`, and write what was found. Raises SkyrlTrainError."""
+    folder = RunFolder(Path(config.output_dir))
+    prepare_process(config)
+    data = load_data(config, rows)
+    if not data.validation:
+        raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
+    with folder.locked(), Parts(console, on_end) as stack:
+        host = build_host(config, stack)
+        generator, transport = build_rollouts(config, data.recording, stack, console.on_progress, host)
+        step = _load_checkpoint_weights(config, folder, transport)
+        rollout_log = open_rollout_log(config, folder, stack)
+        evaluator = build_evaluator(config, data.validation, generator, rollout_log)
+        if evaluator is None:
+            remedy = "Use generator=hf or generator=vllm"
+            raise ConfigError([Violation.of("generator.backend", "replay", "must generate, to evaluate", remedy)])
+        kept = nullcontext() if rollout_log is None else rollout_log.failures_kept(step)
+        with console.phase("evaluate"), kept:
+            result = evaluator.evaluate(step)
+        if rollout_log is not None:
+            rollout_log.flush()
+        write_evaluation(folder.evaluation_file, result)
+    console.note(result.line())
+    console.show(evaluation_table(result))
+    console.note(f"written: {folder.evaluation_file}, {folder.rollouts}")
+
+
+def _load_checkpoint_weights(config: Config, folder: RunFolder, transport: WeightTransport) -> int:
+    """Gives the engine the policy of the checkpoint `trainer.resume_path` and returns its step; 0 where none is stated.
+
+    Raises CheckpointError where there is no whole checkpoint.
+    """
+    if config.trainer.resume_mode not in ("from_path", "fork"):
+        return 0
+
+    checkpoint = CheckpointStore(folder.checkpoints, keep=1).find(config.trainer.resume_path)
+    step = TrainerState.read(checkpoint).global_step
+    weights: Mapping[str, Tensor] = read_model(checkpoint / "policy")
+    if config.model.lora.rank:
+        model = base_with_adapter(config.model, weights)
+        adapter = {name: parameter.detach() for name, parameter in adapter_tensors(model).items()}
+        merged = merged_weights(model, as_they_are)
+        weights = adapter if ships_adapter(config.generator) else dict(merged)
+    transport.sync(stored_weights(weights), step)
+    return step

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -18,12 +18,11 @@ from skyrl_train.config.fields import unusual_values
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.model.layers import set_numerics
 from skyrl_train.parts import TRACKERS
-from skyrl_train.plan import BatchPlan
+from skyrl_train.plan import BatchPlan, SFTPlan
 from skyrl_train.registry import part_name
 from skyrl_train.runs.cli.composition import write_yaml
-from skyrl_train.runs.construction.sft_data import SFTPlan
 from skyrl_train.runs.resolve import limit_threads
-from skyrl_train.runs.restarts import OnEnd
+from skyrl_train.runs.restarts import OnEnd, Restarts
 from skyrl_train.telemetry import Activity, Alerts, MetricsLog, RunFolder
 from skyrl_train.telemetry.logs import RunConsole, redact
 from skyrl_train.telemetry.records import draw_timeline
@@ -42,7 +41,8 @@ from skyrl_train.trainers.capsules import CapsuleWriter
 from skyrl_train.trainers.checkpoints import (
     CheckpointStore,
     DataFingerprint,
-    ResumeSettings,
+    flat_config,
+    resume_settings,
     settings_of,
 )
 
@@ -96,8 +96,6 @@ class Attempt(Generic[C, PlanT]):
 
     config: C
     plan: PlanT
-    recorded: Mapping[str, Any]
-    """Every setting by its dotted name, for checkpoints (`trainers/checkpoints/changes.py: flat_config`)."""
     data: DataFingerprint
     start: Start
     folder: RunFolder
@@ -141,7 +139,7 @@ class Attempt(Generic[C, PlanT]):
                 run_name=config.run_name,
                 total_steps=total_steps,
                 trainer=trainer,
-                config=self.recorded,
+                config=flat_config(config),
                 num_restarts=self.num_restarts,
             ),
             models=models,
@@ -196,8 +194,8 @@ class Task(ABC, Generic[C, PlanT, ResultT]):
 
 
 def begin(
-    config: RunConfig,
-    resume: ResumeSettings,
+    config: C,
+    restarts: Restarts,
     folder: RunFolder,
     console: RunConsole,
     checkpoints: CheckpointStore,
@@ -213,6 +211,7 @@ def begin(
     for name, value, usual in unusual_values(config):
         console.warn(f"{name}={value:g} is above the usual {usual.value:g}: {usual.why}")
     checkpoints.clean()
+    resume = restarts.resume(resume_settings(config))
     start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
     for note in start.notes:
         console.note(note)

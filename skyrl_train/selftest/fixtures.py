@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
 from skyrl_train.batch.planner import make_micro_batch_strategy
@@ -50,8 +51,6 @@ def save_model(folder: Path, *, window: int | None = None, experts: int = 0) -> 
     Heads of 64 are what fused kernels take. `window`: sliding attention over so many tokens in every layer. `experts`: a
     Qwen3-MoE of these sizes instead, with so many of them in a layer, of which a token is sent to two.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     source = resolve_model_path(BUILTIN)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
     torch.manual_seed(0)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils import _triton
 
 from skyrl_train.batch.layouts import Segment
 from skyrl_train.batch.steps import close_mini_batch
@@ -118,9 +120,6 @@ def mask_memory(context: Context) -> str:
 
 def recompilation(context: Context) -> str:
     """Flex attention over trees of eight sizes compiles no graphs after the first two."""
-    from torch._dynamo.utils import counters
-    from torch.utils import _triton
-
     if not _triton.has_triton():
         raise SkipCase("torch finds no working Triton")
     seen = []

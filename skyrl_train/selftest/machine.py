@@ -11,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+from packaging.requirements import Requirement
+
 from skyrl_train.system import DISTRIBUTION, requirements
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -56,7 +59,6 @@ def detect_machine(context: object, *, device: str) -> dict[str, Any]:
     Return the fields of a `Machine`. Raises RuntimeError for `cuda` where torch finds no device.
     """
     del context
-    import torch
 
     found = [] if device == "cpu" or not torch.cuda.is_available() else list(_cuda_devices())
     if device == "cuda" and not found:
@@ -81,8 +83,6 @@ def detect_machine(context: object, *, device: str) -> dict[str, Any]:
 
 
 def _cuda_devices() -> Iterator[dict[str, Any]]:
-    import torch
-
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         yield {
@@ -116,8 +116,6 @@ def installed_versions() -> dict[str, str]:
 
 def unsupported_versions(versions: Mapping[str, str]) -> Iterator[str]:
     """One sentence for each installed package whose version this release does not support."""
-    from packaging.requirements import Requirement
-
     ranges = {each.name: each.specifier for each in map(Requirement, requirements())}
     for name, version in versions.items():
         if name in ranges and not ranges[name].contains(version, prereleases=True):

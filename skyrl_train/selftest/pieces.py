@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.layouts import ATTENTION_BACKWARD, ModelShape, Segment
@@ -194,8 +195,6 @@ def _best_s(context: Context, work: Callable[[], object], rounds: int = 3) -> fl
 
 
 def _model(device: str, shape: str, *, layers: int | None) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes = {"eos_token_id": 2, "pad_token_id": 0, **architecture(shape)}
     sizes["num_hidden_layers"] = min(layers or sizes["num_hidden_layers"], sizes["num_hidden_layers"])
     make: Any = AutoModelForCausalLM.from_config

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.batch.steps import stage
+from skyrl_train.batch.steps import MiniBatch, stage
 from skyrl_train.config.models import StrategyConfig, mesh_sizes
 from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SequenceGroup, join, leave, make_strategy
 from skyrl_train.endpoints import Rendezvous
@@ -202,8 +202,6 @@ def _bytes_on_cuda(tensors: Iterable[Tensor]) -> int:
 
 def _own_rows(step: MiniBatch, context: Context, groups_of: int) -> MiniBatch:
     """This rank's share of the closed mini-batch; ranks that compute together have the same."""
-    from skyrl_train.batch.steps import MiniBatch
-
     shards = stage(step.batch, context.num_ranks // groups_of).shards
     return MiniBatch(batch=shards[context.rank // groups_of], denominators=step.denominators)
 

@@ -17,9 +17,14 @@ from torch import Tensor
 
 from skyrl_train.config import Config
 from skyrl_train.config.models import GeneratorConfig, ModelConfig, PlacementConfig, PlatformConfig, VLLMConfig
+from skyrl_train.inference import HFEngine
+from skyrl_train.inference.vllm import VLLMEngine
+from skyrl_train.model import load_causal_lm, load_tokenizer
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.selftest.cases import Context
 from skyrl_train.selftest.fixtures import BUILTIN
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+from skyrl_train.weights import stored_weights
 
 _PROMPTS = tuple(tuple(20 + (7 * row + index) % 300 for index in range(40 + 25 * row)) for row in range(4))
 _NEW_TOKENS = 24
@@ -42,9 +47,6 @@ class Opened:
 @contextmanager
 def hf_opened(path: str, device: str, *, dtype: str = "float32", rows: int = 8) -> Iterator[Opened]:
     """`generator=hf`, which takes so many `rows` at once."""
-    from skyrl_train.inference import HFEngine
-    from skyrl_train.model import load_causal_lm, load_tokenizer
-
     model = ModelConfig(path=path)
     loaded = load_causal_lm(model, device, dtype=getattr(torch, dtype))
     engine = HFEngine(loaded, load_tokenizer(model), max_batch_size=rows)
@@ -65,10 +67,6 @@ def hf_opened(path: str, device: str, *, dtype: str = "float32", rows: int = 8) 
 @contextmanager
 def vllm_opened(path: str, context: Context, tensor_parallel_size: int = 1) -> Iterator[Opened]:
     """`generator=vllm`, in bfloat16 on CUDA."""
-    from skyrl_train.inference.vllm import VLLMEngine
-    from skyrl_train.runs.construction import engine_settings
-    from skyrl_train.weights import stored_weights
-
     engine = VLLMEngine(engine_settings(_engine_config(path, context, tensor_parallel_size)))
 
     def answers(requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
@@ -145,8 +143,6 @@ def _before_and_after_sync(
 ) -> str:
     """Compare sampled tokens' log-probabilities with transformers on the CPU, with the first weights, with others, and
     with those after `rest`, which is given the engine and what syncs the others again."""
-    from skyrl_train.model import load_causal_lm
-
     model = load_causal_lm(ModelConfig(path=BUILTIN), "cpu")
     before = _largest_difference(model, opened.answers(make_requests()))
     generator = torch.Generator().manual_seed(5)

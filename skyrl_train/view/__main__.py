@@ -21,11 +21,8 @@ import skyrl_train
 from skyrl_train.errors import SkyrlTrainError, counted
 from skyrl_train.system import install_command
 from skyrl_train.system.files import write_atomically
-from skyrl_train.view.answers import Answers
-from skyrl_train.view.export import write_report
-from skyrl_train.view.rollouts import RolloutIndex
-from skyrl_train.view.server import STATIC, make_app, new_token, serve
 from skyrl_train.view.sources import find_runs
+from skyrl_train.view.terminal import show
 
 _NEEDED = ("duckdb", "starlette", "uvicorn")
 """By all but `--terminal`."""
@@ -49,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)
     try:
         if args.terminal:
-            from skyrl_train.view.terminal import show
-
             show(args.runs, step=args.step, limit=args.limit or 10)
         else:
             with tempfile.TemporaryDirectory(prefix="skyrl-view-") as folder:
@@ -64,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _view(args: argparse.Namespace, folder: Path) -> None:
+    from skyrl_train.view.answers import Answers
+    from skyrl_train.view.export import write_report
+    from skyrl_train.view.rollouts import RolloutIndex
+    from skyrl_train.view.server import STATIC, make_app, new_token, serve
+
     runs = find_runs(args.runs)
     index = RolloutIndex(folder, runs)
     answers = Answers(runs, index, version=skyrl_train.__version__)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import duckdb
+
 from skyrl_train.errors import DeadlineError
 from skyrl_train.telemetry.records import KINDS, arrow_schema
 from skyrl_train.view.importers import Row, rows_of
@@ -71,8 +73,6 @@ class RolloutIndex:
 
     def __init__(self, folder: Path, runs: Sequence[Run], *, timeout_s: float = QUERY_TIMEOUT_S) -> None:
         """`folder` is a temporary one, for links and for what is converted. Nothing beside it and the runs can be read."""
-        import duckdb
-
         self._folder, self._timeout_s = folder, timeout_s
         self._taken: dict[str, _Taken] = {}
         self._lock = threading.Lock()
@@ -183,8 +183,6 @@ class RolloutIndex:
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
         """A connection whose query is ended at the deadline."""
-        import duckdb
-
         cursor = self._database.cursor()
         timer = threading.Timer(self._timeout_s, cursor.interrupt)
         timer.daemon = True
@@ -221,8 +219,6 @@ class RolloutIndex:
 
     def _take(self, run: Run, taken: _Taken, files: Mapping[str, RolloutFile]) -> None:
         """Take in new files: all at once, or one by one where one is damaged."""
-        import duckdb
-
         (self._folder / run.id).mkdir(exist_ok=True)
         taken.files.update(files)
         usable: list[str] = []

@@ -15,6 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+
 from skyrl_train.errors import ModelError
 from skyrl_train.view.answers import Answers, to_json
 from skyrl_train.view.export import write_report
@@ -48,12 +56,6 @@ def new_token() -> str:
 
 def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlette:
     """Return the application, which asks for `token`."""
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.middleware import Middleware
-    from starlette.middleware.base import BaseHTTPMiddleware
-    from starlette.responses import PlainTextResponse, RedirectResponse, Response
-    from starlette.routing import Route
 
     def as_json(status: int, text: str) -> Response:
         return Response(text, status, media_type="application/json")
@@ -138,8 +140,6 @@ def static_file(static: Path, name: str) -> Path | None:
 
 def serve(app: Starlette, *, port: int, announce: Callable[[int], None]) -> None:
     """Answer until the process is told to end. `announce` is told the port, a free one where `port` is 0."""
-    import uvicorn
-
     config = uvicorn.Config(
         app,
         host="127.0.0.1",

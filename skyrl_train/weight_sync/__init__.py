@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from skyrl_train.weight_sync.cuda_ipc import Export, device_name, import_copy
     from skyrl_train.weight_sync.device_sharing import DeviceSharing
     from skyrl_train.weight_sync.parts import Arrivals, Entry, SentWeights, pack_part
-    from skyrl_train.weight_sync.probe import ProbeSettings, WeightSyncProbe
+    from skyrl_train.weight_sync.probe import WeightSyncProbe
     from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine, updatable, wire_dtype
     from skyrl_train.weight_sync.rounding import Rounding, rounded
     from skyrl_train.weight_sync.sender import RankSender, WeightGroup
@@ -20,7 +20,6 @@ __all__ = [
     "Entry",
     "Export",
     "NoTransport",
-    "ProbeSettings",
     "Probed",
     "RankSender",
     "Receiver",

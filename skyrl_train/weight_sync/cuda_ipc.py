@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from skyrl_train.errors import EngineError
 
@@ -114,16 +115,12 @@ def device_name(device: torch.device) -> str:
 
 
 def _cuda_handle(flat: Tensor) -> list[Any]:
-    from torch.multiprocessing.reductions import reduce_tensor
-
     reduce: Any = reduce_tensor
     _, parts = reduce(flat)
     return [parts[3], *parts[_HANDLE_PARTS], *parts[_COUNTER_PARTS]]
 
 
 def _open_cuda_handle(handle: list[Any], device: torch.device, num_bytes: int) -> Tensor:
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
     offset, *rest = handle
     rebuild: Any = rebuild_cuda_tensor
     opened: Tensor = rebuild(

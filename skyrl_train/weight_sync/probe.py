@@ -6,7 +6,6 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.endpoints import Endpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.rollout import check_answer
@@ -38,27 +38,6 @@ _SHARE = 0.002
 _TOLD_AFTER = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeSettings:
-    """What a probe is made from."""
-
-    seed: int
-    vocabulary: int
-    """Token ids to draw a prompt from."""
-    vocabulary_size: int
-    """Rows of the model's embedding, one for each token id that may be answered."""
-    max_context_length: int
-    """Tokens of the prompt and the answer together."""
-    temperature: float
-    """Temperature of training rollouts."""
-    tolerance: float
-    """Largest difference of a log-probability that is accepted after the first sync."""
-    verifies_each: bool = False
-    """It holds after each sync."""
-    model: str
-    """Path and architecture, for messages."""
-
-
 class _Answer(NamedTuple):
     """What an engine sampled after the probe's prompt."""
 
@@ -75,10 +54,29 @@ class WeightSyncProbe:
     engine's last answer that showed it, so that small steps add up until they exceed what rounding makes."""
 
     def __init__(
-        self, engines: Callable[[], Endpoint[UpdatableEngine]], sharing: DeviceSharing, settings: ProbeSettings
+        self,
+        engines: Callable[[], Endpoint[UpdatableEngine]],
+        sharing: DeviceSharing,
+        generator: GeneratorConfig,
+        *,
+        seed: int,
+        vocabulary: int,
+        vocabulary_size: int,
+        tolerance: float,
+        model: str,
     ) -> None:
-        """`engines` gives those that live."""
-        self._engines, self._sharing, self._settings = engines, sharing, settings
+        """
+        Args:
+            engines: Gives those that live.
+            vocabulary: Token ids to draw a prompt from.
+            vocabulary_size: Rows of the model's embedding, one for each token id that may be answered.
+            tolerance: Largest difference of a log-probability that is accepted after the first sync; after each one with
+                `generator.verify_weight_sync=true`.
+            model: Path and architecture, for messages.
+        """
+        self._engines, self._sharing, self._generator, self._model = engines, sharing, generator, model
+        self._seed, self._vocabulary, self._vocabulary_size = seed, vocabulary, vocabulary_size
+        self._tolerance = tolerance
         self._loaded: dict[str, _Answer] = {}
         """Of each engine before the first sync; empty where engines quantize what they are sent."""
         self._shown: dict[str, _Answer] = {}
@@ -93,7 +91,7 @@ class WeightSyncProbe:
         scores = _scores(weights.scores, request.prompt_token_ids)
         answers, worst = self._ask(request, version, scores)
         if version < 0:
-            self._loaded = answers if math.isfinite(self._settings.tolerance) else {}
+            self._loaded = answers if math.isfinite(self._tolerance) else {}
             return Probed(probe_difference=worst)
         is_first = not self._shown
         largest, unseen = 0.0, False
@@ -124,14 +122,12 @@ class WeightSyncProbe:
         self, request: GenerationRequest, version: int, scores: Callable[[tuple[int, ...]], Tensor]
     ) -> tuple[dict[str, _Answer], float]:
         """Return the answer of each engine, by its name, and the largest difference of a log-probability."""
-        settings = self._settings
-        limit = settings.tolerance if settings.verifies_each or not self._shown else math.inf
+        limit = self._tolerance if self._generator.verify_weight_sync or not self._shown else math.inf
         self._sharing.engines()
         engines = self._engines()
         answers, worst = {}, 0.0
         for name, answer in zip(engines.names, engines.ask(UpdatableEngine.generate, "sync", request)):
-            rows = settings.vocabulary_size
-            output = check_answer(answer, request, vocabulary_size=rows, versions=(version, version))
+            output = check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=(version, version))
             own = scores(output.token_ids)
             residual = torch.tensor(output.logprobs).double() - own
             difference = float(residual.abs().max())
@@ -139,7 +135,7 @@ class WeightSyncProbe:
                 raise EngineError(
                     f"{name}: after the sync to version {version} its log-probabilities differ from the trainer's by up "
                     f"to {difference:.3g}, more than {limit:g} (generator.weight_sync_tolerance). It does not compute with "
-                    f"the trainer's weights of {settings.model}, or in another type (generator.vllm.dtype). Try "
+                    f"the trainer's weights of {self._model}, or in another type (generator.vllm.dtype). Try "
                     "generator=hf, or another version of vLLM"
                 )
             worst = max(worst, difference)
@@ -151,22 +147,22 @@ class WeightSyncProbe:
             raise EngineError(
                 f"{name}: after a weight sync its log-probabilities are {answer.distance:.2g} nats a token from the "
                 f"trainer's, which moved by {moved:.2g}, and rounding makes {noise:.2g}. It does not take all weights or "
-                f"the adapter, or some in the wrong place ({self._settings.model}), or its prefix cache older keys. "
+                f"the adapter, or some in the wrong place ({self._model}), or its prefix cache older keys. "
                 "Try generator.vllm.lora_sync=merged, generator.full_sync_every=1, generator.vllm.engine_args="
                 "{enable_prefix_caching: false}, or another version of vLLM; generator.verify_weight_sync=false looks once"
             )
 
     def _request(self, version: int) -> GenerationRequest:
-        settings = self._settings
-        numbers = random.Random(derive_seed(settings.seed, "weight_sync_probe"))
-        room = settings.max_context_length - _NEW_TOKENS
+        seed = derive_seed(self._seed, "weight_sync_probe")
+        numbers = random.Random(seed)
+        room = self._generator.max_context_length - _NEW_TOKENS
         return GenerationRequest(
             request_id=f"weight-sync-probe-{version}",
             prompt_token_ids=tuple(
-                numbers.randrange(settings.vocabulary) for _ in range(max(1, min(room, _MAX_PROMPT_TOKENS)))
+                numbers.randrange(self._vocabulary) for _ in range(max(1, min(room, _MAX_PROMPT_TOKENS)))
             ),
-            sampling=SamplingParams(temperature=settings.temperature, max_generate_length=_NEW_TOKENS),
-            seed=derive_seed(settings.seed, "weight_sync_probe"),
+            sampling=SamplingParams(temperature=self._generator.sampling.temperature, max_generate_length=_NEW_TOKENS),
+            seed=seed,
         )
 
 

@@ -192,7 +192,7 @@ class WeightSync:
             adapter_only=self._adapter_only,
             dtype=wire_dtype(receivers),
             update=update,
-            tolerance=self._settings.change_tolerance,
+            tolerance=self._settings.weight_change_tolerance,
         )
         route = Route(weights=weights, engines=engines, receivers=receivers, settings=self._settings, kept=self._kept)
         engines.call(UpdatableEngine.begin_update, "sync")

@@ -43,7 +43,7 @@ class RouteSettings:
     """Whether engines share the trainer's devices."""
     full_sync_every: int = 1
     """`generator.full_sync_every`: of so many syncs one sends all weights, the others what changed since."""
-    change_tolerance: float = 0.0
+    weight_change_tolerance: float = 0.0
     """`generator.weight_change_tolerance`: by how much a weight may differ from what an engine has of it and not be sent."""
 
 

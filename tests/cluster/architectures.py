@@ -24,8 +24,8 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.learner import ModelEngine, PolicyLearner
 from skyrl_train.model import load_causal_lm, load_tokenizer
-from skyrl_train.runs.construction import engine_settings, probe_settings
-from skyrl_train.weight_sync import DeviceSharing, UpdatableEngine, WeightSyncProbe
+from skyrl_train.runs.construction import build_probe, engine_settings
+from skyrl_train.weight_sync import DeviceSharing, UpdatableEngine
 from tests.support.learner_cases import fixed_rows
 from tests.support.weight_cases import in_buckets
 
@@ -149,7 +149,7 @@ def outcome(name: str, folder: Path) -> dict[str, float]:
     # After the trainer's model: vLLM puts activations of its own into transformers.
     engine = VLLMEngine(engine_settings(config))
     endpoint = LocalEndpoint[UpdatableEngine](engine)
-    ask = WeightSyncProbe(lambda: endpoint, DeviceSharing(), probe_settings(config, vocabulary=VOCABULARY))
+    ask = build_probe(lambda: endpoint, DeviceSharing(), engine_settings(config), vocabulary=VOCABULARY)
 
     def probe(version: int) -> float:
         found = ask(learner.weights(), version)

@@ -145,7 +145,9 @@ def test_a_request_that_waits_for_its_turn_is_of_the_weights_that_it_begins_with
 ) -> None:
     """Its prompt is that of a request whose blocks are kept, and which was there when it came."""
     settings = settings_apart()
-    one_at_a_time = replace(settings, in_flight_cache="keep", vllm=replace(settings.vllm, max_num_seqs=1))
+    vllm = replace(settings.generator.vllm, max_num_seqs=1)
+    generator = replace(settings.generator, vllm=vllm)
+    one_at_a_time = replace(settings, in_flight_cache="keep", generator=generator)
     engine = VLLMEngine(one_at_a_time)
     try:
         sync(engine, 0, models)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -29,11 +28,11 @@ def test_seeds_of_the_engine_do_not_repeat_a_response(engine: VLLMEngine) -> Non
     assert len({output.token_ids for output in bound}) == 1
     core = engine._thread.core
     assert core is not None
-    of_request, core._settings = core._settings, replace(core._settings, seeds_by_request=False)
+    core._seeds_by_request = False
     try:
         free = ask(engine, [1] * 5, sampling, name="free")
     finally:
-        core._settings = of_request
+        core._seeds_by_request = True
     assert len({output.token_ids for output in free}) == 5
 
 

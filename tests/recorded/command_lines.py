@@ -197,8 +197,8 @@ def _as_in_a_process(folder: Path) -> Iterator[None]:
     """Stand in `folder`, on the machine that `ENVIRONMENT` and `CORES` describe, and leave this process as it was."""
     import hydra
 
-    derived, machine, preflight = (
-        importlib.import_module(f"skyrl_train.runs.cli.{name}") for name in ("derived", "machine", "preflight")
+    resolvers, machine, command_line = (
+        importlib.import_module(f"skyrl_train.runs.cli.{name}") for name in ("resolvers", "machine", "command_line")
     )
     models = importlib.import_module("skyrl_train.config.rules.validate_models")
 
@@ -216,14 +216,14 @@ def _as_in_a_process(folder: Path) -> Iterator[None]:
     logged = (root.level, [*root.handlers])
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {**ENVIRONMENT, "HOME": str(folder)}, clear=True))
-        stack.enter_context(mock.patch.object(derived, "usable_cores", return_value=CORES))
+        stack.enter_context(mock.patch.object(resolvers, "usable_cores", return_value=CORES))
         # vLLM is there, as with its extra, and bitsandbytes is not.
         stack.enter_context(mock.patch.object(machine, "find_spec", find_spec))
         stack.enter_context(mock.patch.object(models, "find_spec", find_spec))
         stack.enter_context(mock.patch.object(hydra, "main", lambda **named: lambda task: real(**named)(refuse)))
-        preflight.register_resolvers()
+        command_line.register_resolvers()
         # Once for all, as nothing that it registers changes.
-        stack.enter_context(mock.patch.object(preflight, "register_resolvers"))
+        stack.enter_context(mock.patch.object(command_line, "register_resolvers"))
         os.chdir(folder)
         try:
             yield

@@ -24,7 +24,7 @@ GENERATE = """
 import vllm
 from skyrl_train.config.schema import Config
 from skyrl_train.inference.vllm.engine import VLLMEngine
-from skyrl_train.runs.construction.engines import engine_settings
+from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 engine = VLLMEngine(engine_settings(Config()))
 request = GenerationRequest(

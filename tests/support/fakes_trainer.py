@@ -45,7 +45,6 @@ from skyrl_train.trainers import (
 )
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
-    flat_config,
     resume_settings,
 )
 from skyrl_train.trainers.evaluation import Evaluator
@@ -389,7 +388,6 @@ class FakeRun:
         attempt = Attempt(
             config=config,
             plan=self.plan,
-            recorded=flat_config(config),
             data=DataFingerprint.of(self.prompts),
             start=start,
             folder=self.folder,

@@ -24,15 +24,13 @@ from skyrl_train.data import BatchLoader, SFTBatch
 from skyrl_train.data.sft import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState, Learner
-from skyrl_train.runs import Attempt, build_sft_evaluator, open_best, open_checkpoints
-from skyrl_train.runs.construction import SFTData, build_loader, plan_sft
+from skyrl_train.runs import Attempt, SFTData, build_loader, build_sft_evaluator, open_best, open_checkpoints, plan_sft
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers import SFTResult, SFTTrainer, find_start, prepare_run_folder, sft
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
-    flat_config,
     resume_settings,
 )
 from tests.support.fakes_trainer import quick_drawing
@@ -219,7 +217,6 @@ class FakeSFTRun:
             attempt = Attempt(
                 config=self.config,
                 plan=plan_sft(self.config, self.data),
-                recorded=flat_config(self.config),
                 data=self.data.fingerprint,
                 start=start,
                 folder=self.folder,

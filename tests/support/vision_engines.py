@@ -205,8 +205,8 @@ def http_outcome(folder: Path) -> dict[str, float]:
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_it_answers(server, url)
-        http = HTTPConfig(url=url)
-        engine = build_http_engine(replace(engine_settings(config), http=http))
+        generator = replace(config.generator, http=HTTPConfig(url=url))
+        engine = build_http_engine(engine_settings(replace(config, generator=generator)))
 
         def answer(requests: Sequence[GenerationRequest]) -> list[Any]:
             async def all_of_them() -> list[Any]:

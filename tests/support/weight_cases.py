@@ -11,8 +11,8 @@ from skyrl_train.cluster import EngineGroup
 from skyrl_train.config import Config
 from skyrl_train.model import load_tokenizer
 from skyrl_train.parts import WEIGHT_TRANSPORTS
-from skyrl_train.runs.construction import probe_settings
-from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync, WeightSyncProbe
+from skyrl_train.runs.construction import build_probe, engine_settings
+from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync
 from skyrl_train.weights import Bucket, stored_weights
 
 
@@ -35,7 +35,7 @@ def sync_of(
 ) -> WeightSync:
     """As of a run whose engines share no devices with the models; each sync is verified."""
     vocabulary = len(load_tokenizer(config.model))
-    probe = WeightSyncProbe(group.living, sharing, probe_settings(config, vocabulary=vocabulary))
+    probe = build_probe(group.living, sharing, engine_settings(config), vocabulary=vocabulary)
     settings = RouteSettings(
         files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0, full_sync_every=full_sync_every
     )

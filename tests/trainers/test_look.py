@@ -16,8 +16,7 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.model import load_tokenizer
 from skyrl_train.plan import plan_batches
 from skyrl_train.runs import train
-from skyrl_train.runs.look import why_skipped
-from skyrl_train.runs.look_report import Seen, look_lines, look_warnings
+from skyrl_train.runs.look import Seen, look_lines, look_warnings, why_skipped
 from skyrl_train.telemetry.records import read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, StopReason, Trajectory
 from tests.support.fakes_trainer import failed_trajectory, make_trajectory, make_turn, records_without_timings

@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_train.data import BatchLoader
 from skyrl_train.data.sft import AsyncBatchCollator, DefaultCollator, Ints, PackedDataCollator
-from skyrl_train.runs.construction.sft_data import build_stream
+from skyrl_train.runs.sft import build_stream
 from tests.support.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
 
 LAYOUTS = ("padded", "packed")

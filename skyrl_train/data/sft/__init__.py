@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from skyrl_train.data.sft.collate import Collator, DefaultCollator, PackedDataCollator, example_batch
     from skyrl_train.data.sft.examples import Loaded, load_examples
     from skyrl_train.data.sft.loader import AsyncBatchCollator
-    from skyrl_train.data.sft.step_stream import Closing, EpochOrder, StepStream, by_documents, by_rows, by_tokens
+    from skyrl_train.data.sft.step_stream import EpochOrder, StepStream, by_documents, by_rows, by_tokens
     from skyrl_train.data.sft.token_store import (
         ExampleSet,
         Ints,
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncBatchCollator",
-    "Closing",
     "Collator",
     "DefaultCollator",
     "EpochOrder",

@@ -113,9 +113,10 @@ class VLLMCore:
             self._broken = f"the engine died: {reason}"
             self._client.give_up(EngineDeadError(self._broken))
 
-        self._is_keyed = settings.seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
-        if settings.rounding != "none":
-            self._engine.collective_rpc("round_weights", kwargs={"rounding": settings.rounding})
+        self._seeds_by_request = settings.engine.generator.seeds == "request"
+        self._is_keyed = self._seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
+        if settings.engine.rounding != "none":
+            self._engine.collective_rpc("round_weights", kwargs={"rounding": settings.engine.rounding})
         self._client = CoreClient(self._engine.engine_core)
         self.processes.watch(self._client.processes, died)
         self._collects_after = gc.get_threshold()
@@ -134,7 +135,7 @@ class VLLMCore:
         if self._broken:
             future.set_exception(EngineDeadError(self._broken))
             return
-        if self._updating or (self._settings.awaits_weights and self.weight_version < 0):
+        if self._updating or (self._settings.engine.awaits_weights and self.weight_version < 0):
             self._held.append(Running(request, future, listener))
             return
         try:
@@ -144,7 +145,7 @@ class VLLMCore:
                 sampling_arguments(
                     request.sampling,
                     self._settings.stop_token_ids,
-                    seed=request.seed if self._settings.seeds_by_request else None,
+                    seed=request.seed if self._seeds_by_request else None,
                     is_keyed=self._is_keyed,
                 ),
                 lora_request=with_adapter() if self._has_adapter else None,
@@ -159,7 +160,7 @@ class VLLMCore:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.images:
             prompt = prompt_with_images(request)
-        if self._settings.in_flight_cache == "keep":
+        if self._settings.engine.in_flight_cache == "keep":
             # While requests keep their blocks the prefix cache cannot be reset; under another name nobody finds these.
             prompt["cache_salt"] = f"version {self.weight_version}"
         return prompt
@@ -242,14 +243,14 @@ class VLLMCore:
             if self._num_received != num_tensors:
                 raise EngineError(f"{self._num_received} of {num_tensors} parameters arrived")
             self._engine.collective_rpc("finish_weight_update")
-            adapter = self._settings.adapter
+            adapter = self._settings.engine.adapter
             if adapter is not None:
                 how = {"rank": adapter.rank, "alpha": adapter.alpha}
                 if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
                     raise EngineError("vLLM did not take the adapter")
                 self._has_adapter = True
             # Keys and values of older weights would be found again under the same tokens, features under the same images.
-            if self._requests and self._settings.in_flight_cache == "keep":
+            if self._requests and self._settings.engine.in_flight_cache == "keep":
                 self._take_back_unanswered()
             elif not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
                 raise EngineError("vLLM did not reset its prefix cache")
@@ -280,7 +281,7 @@ class VLLMCore:
         before the next request and nothing else is made of them."""
         # Level 2 brings back buffers alone. An adapter stands beside weights that are not sent; kernels of quantized layers
         # have tensors that are neither parameters nor buffers.
-        sent_whole = self._settings.adapter is None and not self._settings.arguments.get("quantization")
+        sent_whole = self._settings.engine.adapter is None and not self._settings.arguments.get("quantization")
         self._engine.sleep(level=1 if keeps_weights or not sent_whole else 2)
 
     def wake_up(self, tag: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
 from skyrl_train.inference.vllm.adapter import adapter_arguments
@@ -14,9 +14,6 @@ from skyrl_train.inference.vllm.sampler import SEED_KEY
 from skyrl_train.model import resolve_model_path
 from skyrl_train.telemetry.logs import Answering
 from skyrl_train.types import SamplingParams
-
-if TYPE_CHECKING:
-    from skyrl_train.config.models import LoraConfig
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -30,18 +27,10 @@ class VLLMSettings:
     stop_token_ids: tuple[int, ...]
     environment: dict[str, str]
     """Variables to be set before vLLM is imported."""
-    core_environment: dict[str, str] = field(default_factory=dict)
+    core_environment: dict[str, str]
     """Environment of the core: where that is a process of its own, nothing else in this one may see it."""
-    seeds_by_request: bool = True
-    """Whether the noise of a response is that of its own seed, or of the engine's (`generator.seeds`)."""
-    adapter: LoraConfig | None = None
-    """What is synced: an adapter beside the model's weights; None for all weights."""
-    in_flight_cache: Literal["recompute", "keep"] | None = None
-    """As of `EngineSettings`."""
-    awaits_weights: bool = False
-    """As of `EngineSettings`."""
-    rounding: Literal["none", "int8", "fp8"] = "none"
-    """As of `EngineSettings`."""
+    engine: EngineSettings
+    """What every engine is given."""
 
     @property
     def separate_core(self) -> bool:
@@ -56,7 +45,8 @@ class VLLMSettings:
 
 def vllm_settings(settings: EngineSettings) -> VLLMSettings:
     """Return what vLLM is started with. Raises ModelError where there is no such model, or vLLM cannot read its images."""
-    gpu, inline, model, options = settings.on_gpu, not settings.in_actor, settings.model, settings.vllm
+    gpu, inline, model = settings.platform.name == "gpu", not settings.in_actor, settings.model
+    options = settings.generator.vllm
     folder = str(resolve_model_path(model.path, model.revision))
     arguments: dict[str, Any] = {
         "model": folder,
@@ -66,7 +56,7 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         "max_model_len": settings.max_context_length,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enable_prefix_caching": options.prefix_caching,
-        "logprobs_mode": logprobs_mode(settings.temperature),
+        "logprobs_mode": logprobs_mode(settings.generator.sampling.temperature),
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -127,11 +117,7 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
         # torch's build command breaks on a path with a space. A trainer's own model may well be compiled.
         core_environment={} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"},
-        seeds_by_request=settings.seeds_by_request,
-        adapter=settings.adapter,
-        in_flight_cache=settings.in_flight_cache,
-        awaits_weights=settings.awaits_weights,
-        rounding=settings.rounding,
+        engine=settings,
     )
 
 

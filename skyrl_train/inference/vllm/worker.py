@@ -13,7 +13,10 @@ from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
@@ -183,8 +186,6 @@ def bucket_of(fields: dict[str, Any]) -> Bucket:
 def renaming_of(hf_config: Any) -> Any | None:
     """How the parameters of transformers' model differ from the checkpoint's in name or shape, as those of experts do, which
     it holds in one; None where they do not. Not every loader of vLLM knows both forms."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
     conversions = get_checkpoint_conversion_mapping(hf_config.model_type) or []  # type: ignore[no-untyped-call]
     return SimpleNamespace(_weight_conversions=conversions, config=hf_config) if conversions else None
 
@@ -192,8 +193,6 @@ def renaming_of(hf_config: Any) -> Any | None:
 def in_checkpoint_form(name: str, tensor: Tensor, renaming: Any | None) -> list[tuple[str, Tensor]]:
     """One parameter of the trainer's model under the names of its checkpoint: itself, or its parts, e.g. one for each
     expert."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     if renaming is None:
         return [(name, tensor)]
     return list(revert_weight_conversion(renaming, {name: tensor}).items())
@@ -252,8 +251,6 @@ def _process_and_pack(process: Callable[[Any], None], layer: Any) -> None:
 
 def synchronize() -> None:
     """Waits until copies to the device are done."""
-    import torch
-
     torch.accelerator.synchronize()
 
 

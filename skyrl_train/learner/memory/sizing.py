@@ -30,7 +30,6 @@ from skyrl_train.learner.memory.meter import GIB, CountingMeter, CudaMeter, Memo
 from skyrl_train.learner.memory.oom_retry import SizedEngine
 from skyrl_train.learner.memory.probe import Probed, Prober, lengths_to_probe
 from skyrl_train.learner.memory.trace import StepTrace
-from skyrl_train.learner.memory.xla import CompiledModel
 from skyrl_train.model.layers import beyond_index, index_limit, widest_activation
 from skyrl_train.model.sizes import sizes_of_model
 
@@ -261,6 +260,8 @@ class _Sizing:
         trace = StepTrace(engine=engine, held_bytes=self.prober.meter.in_use_bytes())
         if self.limits.source != "xla":
             return replace(self.prober, trace=trace)
+        from skyrl_train.learner.memory.xla import CompiledModel  # and with it JAX
+
         model = CompiledModel(
             model=sizes_of_model(engine.model),
             compute_bytes=engine.passes.dtype.itemsize,

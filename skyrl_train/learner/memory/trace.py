@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.memory.fit import IN_BACKWARD, IN_EMBEDDING, IN_HEAD, IN_LAYER, PassPeaks
@@ -227,8 +229,6 @@ def _gradient_bytes(engine: SizedEngine) -> int:
 @contextmanager
 def _hooks_of_shards_off(model: nn.Module) -> Iterator[None]:
     """Modules of a sharded model run their own forward, without gathering parameters first."""
-    from torch.distributed.fsdp import FSDPModule
-
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     kept = [(module._forward_pre_hooks, module._forward_hooks) for module in sharded]
     try:
@@ -244,8 +244,6 @@ def _hooks_of_shards_off(model: nn.Module) -> Iterator[None]:
 def _nothing_packed() -> Iterator[None]:
     """transformers looks at position ids whether rows are packed, cannot where they have no memory, and makes a mask then
     that the real pass does without: padded rows never are."""
-    from transformers import masking_utils
-
     library: Any = masking_utils
     original = library.find_packed_sequence_indices
     library.find_packed_sequence_indices = lambda position_ids: None  # noqa: ARG005

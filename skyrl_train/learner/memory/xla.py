@@ -3,7 +3,8 @@
 XLA lays out every buffer when it compiles. `jax.jit(f).lower(shapes).compile().memory_analysis()` therefore says what
 (rows, length) will take before anything is computed, and gives the same probes as a measurement does. `CompiledModel` asks
 it of a model of the run's sizes, written in JAX (`trainer.memory_probe=xla`); `CompiledProbe` of any function:
-`fit_memory_model(probes_at_the_limit(...)).token_budget(...)`.
+`fit_memory_model(probes_at_the_limit(...)).token_budget(...)`. Importing this module imports JAX, and raises SkyrlTrainError
+where that is not installed.
 """
 
 from __future__ import annotations
@@ -18,22 +19,18 @@ from skyrl_train.learner.memory.fit import MemoryProbe
 from skyrl_train.model.sizes import ModelSizes
 from skyrl_train.system import install_command
 
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError:
+    raise SkyrlTrainError(f"JAX is not installed, which compiles what is probed: {install_command('jax')}") from None
+
 MakeArguments = Callable[[int, int], Sequence[Any]]
 """`(rows, length)` to the function's arguments: arrays, or `jax.ShapeDtypeStruct`s, which need no memory either."""
 WRITTEN_IN_JAX = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers `CompiledModel` has: norm, attention with rotary positions, norm, gated product."""
 _QUERIES_PER_BLOCK, _TOKENS_PER_TILE = 16, 128
 """Of attention, and of the output head."""
-
-
-def require_jax() -> None:
-    """Raises SkyrlTrainError where JAX is not installed."""
-    try:
-        import jax  # noqa: F401
-    except ImportError:
-        raise SkyrlTrainError(
-            f"JAX is not installed, which compiles what is probed: {install_command('jax')}"
-        ) from None
 
 
 class CompiledProbe:
@@ -49,10 +46,6 @@ class CompiledProbe:
     def __init__(
         self, function: Callable[..., Any], arguments: MakeArguments, *, training: bool, resident_bytes: int = 0
     ) -> None:
-        """Raises SkyrlTrainError where JAX is not installed."""
-        require_jax()
-        import jax
-
         self._jitted = jax.jit(function)
         self._arguments = arguments
         self._training = training
@@ -97,16 +90,13 @@ class CompiledModel:
     def probe(self, *, training: bool, resident_bytes: int) -> CompiledProbe:
         """Of micro-batches beside `resident_bytes`, which hold parameters and, in training, gradients.
 
-        Raises SkyrlTrainError where JAX is not installed, ModelError for another family.
+        Raises ModelError for another family.
         """
         if self.model.family not in WRITTEN_IN_JAX:
             raise ModelError(
                 f"trainer.memory_probe=xla: layers of model_type={self.model.family!r} are not written in JAX (only "
                 f"{', '.join(WRITTEN_IN_JAX)}). Set trainer.memory_probe=trace"
             )
-        require_jax()
-        import jax
-
         # They are arguments of the function, and their gradients results of it: both would count twice.
         parameters = self._shapes()
         size = sum(math.prod(each.shape) * 4 for each in jax.tree.leaves(parameters))
@@ -119,8 +109,6 @@ class CompiledModel:
         )
 
     def _shapes(self) -> dict[str, Any]:
-        import jax
-
         facts, layers = self.model, self.model.num_layers  # stacked, as a scan over layers takes them
         sizes = {
             "query": (facts.hidden_size, facts.query_size),
@@ -140,8 +128,6 @@ class CompiledModel:
         return {name: jax.ShapeDtypeStruct(size, "float32") for name, size in {**stacked, **whole}.items()}
 
     def _hidden(self, parameters: dict[str, Any], tokens: Any) -> Any:
-        import jax
-
         layers = {name: value for name, value in parameters.items() if name not in ("embedding", "norm", "head")}
         # A scan compiles one layer, however many there are, and keeps what each needs for its backward pass.
         layer = jax.checkpoint(self._layer) if self.checkpointing else self._layer
@@ -151,8 +137,6 @@ class CompiledModel:
         return _normalised(hidden, parameters["norm"])
 
     def _layer(self, hidden: Any, weights: dict[str, Any]) -> Any:
-        import jax
-
         facts = self.model
         product = self._product
         states = _normalised(hidden, weights["norm_before"])
@@ -173,9 +157,6 @@ class CompiledModel:
 
     def _scores(self, parameters: dict[str, Any], tokens: Any) -> tuple[Any, Any]:
         """Log-probability and entropy of each token but the first of a row, `[rows, length - 1]`."""
-        import jax
-        import jax.numpy as jnp
-
         head = parameters.get("head", parameters["embedding"])
         hidden = self._hidden(parameters, tokens)[:, :-1]
         states, targets = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
@@ -195,8 +176,6 @@ class CompiledModel:
         return self._scores(parameters, tokens)[0]
 
     def _loss(self, parameters: dict[str, Any], tokens: Any, old: Any, reference: Any, advantages: Any) -> Any:
-        import jax.numpy as jnp
-
         logprobs, entropy = self._scores(parameters, tokens)
         ratio = jnp.exp(logprobs - old)
         clipped = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
@@ -205,22 +184,16 @@ class CompiledModel:
 
 def _columns(rows: int, length: int) -> tuple[Any, ...]:
     """Shapes of tokens, and of old log-probabilities, the reference's and advantages."""
-    import jax
-
     floats = jax.ShapeDtypeStruct((rows, length - 1), "float32")
     return jax.ShapeDtypeStruct((rows, length), "int32"), floats, floats, floats
 
 
 def _normalised(states: Any, weight: Any) -> Any:
-    import jax
-
     return states * jax.lax.rsqrt((states * states).mean(-1, keepdims=True) + 1e-6) * weight
 
 
 def _rotated(states: Any) -> Any:
     """By its position, in halves."""
-    import jax.numpy as jnp
-
     length, half = states.shape[1], states.shape[-1] >> 1
     angles = jnp.arange(length)[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = (each(angles)[:, None].astype(states.dtype) for each in (jnp.cos, jnp.sin))
@@ -230,9 +203,6 @@ def _rotated(states: Any) -> Any:
 
 def _attention(query: Any, key: Any, value: Any) -> Any:
     """Causal, `[rows, length, heads, size]`; keys and values may have fewer heads. Scores are never kept."""
-    import jax
-    import jax.numpy as jnp
-
     length, repeats = query.shape[1], query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(each, repeats, axis=2) for each in (key, value))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoImageProcessor
 
 from skyrl_train.config.data import ImagesConfig
 from skyrl_train.config.models import ModelConfig
@@ -61,8 +62,6 @@ class FamilyProcessor:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError where the folder lacks what it needs."""
-        from transformers import AutoImageProcessor
-
         kind = family_of(folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.placeholder = next(int(config[name]) for name in _PLACEHOLDERS if config.get(name) is not None)

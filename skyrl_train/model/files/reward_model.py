@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ModelError
@@ -46,8 +47,6 @@ class SequenceScorer:
 
     def __init__(self, settings: ScorerSettings) -> None:
         """Raises ModelError where the folder is no such model, has no chat template, or has other weights."""
-        from transformers import AutoModelForSequenceClassification
-
         self._settings, self._name = settings, f"the reward model {settings.path!r}"
         found = weights_identity(settings.path, settings.revision)
         if settings.weights and found != settings.weights:

@@ -29,6 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
 
 from skyrl_train.batch.layouts import Segment
 from skyrl_train.errors import ModelError
@@ -147,14 +152,12 @@ def varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float, window: int | None = None
 ) -> Tensor:
     """torch's flash attention over packed rows; on CUDA, in half precision. `window` as in `masked_attention`."""
-    from torch.nn.attention import varlen as library
-
     offsets, longest = segments.offsets(query.device)
     options = {"enable_gqa": query.shape[1] != key.shape[1], "num_splits": 1 if is_deterministic() else None}
     if "enable_gqa" not in VARLEN_OPTIONS:
         key, value = expanded(key, value, num_heads=query.shape[1])
     q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-    function: Any = library.varlen_attn
+    function: Any = varlen_attn
     found: Tensor = function(
         q,
         k,
@@ -186,12 +189,7 @@ def flex(
 
     Raises ModelError where `compiled` and another graph is needed than the most that one process may have.
     """
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-    from torch.nn.attention import flex_attention as library
-
-    function: Any = library.flex_attention
-    if compiled:
-        function = compiled_flex()
+    function: Any = compiled_flex() if compiled else flex_attention
     try:
         found: Tensor = function(
             query,
@@ -223,11 +221,8 @@ another, in training and in scoring. torch's own limit of 8 a function is reache
 def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Any:
     """Return torch's flex attention, compiled by `backend` as one whole graph: where it cannot be, it raises rather than
     computing every pair of positions."""
-    from torch._dynamo import config
-    from torch.nn.attention import flex_attention as library
-
-    config.recompile_limit = max(config.recompile_limit, MOST_FLEX_GRAPHS)
-    return torch.compile(library.flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_FLEX_GRAPHS)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
 
 
 @cache
@@ -335,7 +330,5 @@ def leave_uncompiled() -> None:
 def register() -> None:
     """Makes `ATTENTION` and `PADDED` known to transformers. It makes no mask for names of which it knows none, and does not
     look for packed rows then, for which it would wait for the device."""
-    from transformers import AttentionInterface
-
     for name, function in _registered.items():
         AttentionInterface.register(name, function)

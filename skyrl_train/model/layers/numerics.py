@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from transformers import BitsAndBytesConfig
 
 from skyrl_train.config.models import ModelConfig
 
@@ -60,7 +61,6 @@ def in_4_bits(dtype: torch.dtype, model: ModelConfig) -> dict[str, Any]:
     """Arguments of `from_pretrained`: NF4 with scales in 8 bits (arXiv:2305.14314), products in `dtype`."""
     if model.quantization == "none":
         return {}
-    from transformers import BitsAndBytesConfig
 
     make: Any = BitsAndBytesConfig
     kind = make(

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from skyrl_train.batch.layouts import PositionGroup, Segment
 from skyrl_train.model.layers.joined_attention import Parts, all_parts
@@ -103,8 +104,6 @@ def block_size(num_positions: int) -> int:
 
 
 def _block_mask(segments: Segments, window: int | None, device: torch.device) -> BlockMask:
-    from torch.nn.attention.flex_attention import BlockMask
-
     reach, size = segments.reach(), segments.num_positions
     depths = None if window is None else segments.depths()
     block = block_size(size)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import TensorWeakRef
 
 from skyrl_train.errors import ModelError
@@ -259,8 +260,6 @@ def _cut(module: Any, name: str, dim: int, group: TensorGroup, made: dict[nn.Par
         shape[dim] //= group.size
         part: Tensor = whole.detach().new_empty(shape)
         if group.mesh is not None:
-            from torch.distributed.tensor import DTensor, Shard
-
             part = DTensor.from_local(part, group.mesh, [Shard(dim)], run_check=False)
         made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
     setattr(module, name, made[whole])

@@ -5,7 +5,7 @@
     bytes, operations            --Device-->          seconds, and which of them are most
 
 Arithmetic for choosing a layout before there is a machine: `search.py` ranks by it what `placement=auto` may choose.
-Activations are counted from sizes; `plan/memory/device.py` traces the run's own step instead. Rates are two thirds of
+Activations are counted from sizes; `plan/memory/` traces the run's own step instead. Rates are two thirds of
 data sheets' for products (`batch/layouts/cost.py`) and four fifths for memory and links, and none of them was measured.
 """
 
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skyrl_train.batch.layouts import ModelShape, rates_of
+import numpy as np
+
+from skyrl_train.batch.layouts import CostModel, DeviceRates, ModelShape, rates_of
 from skyrl_train.config.models import STATE_BUCKET_BYTES, MeshSizes
 from skyrl_train.config.rules import num_experts
 from skyrl_train.learner.memory import DeviceShare
 from skyrl_train.model.sizes import ParameterCounts, read_config, text_part
+from skyrl_train.plan.time import FORWARD_SHARE
 
 _BF16 = 2
 _FP32 = 4
@@ -60,6 +63,71 @@ class EngineRates:
     slots: int = 256
     """Sequences that run together."""
     batching: Literal["continuous", "waves"] = "continuous"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineRates:
+    """What one rank does in a second; operations are floating-point ones."""
+
+    source: str
+    """Where they are from, for the reader of the plan."""
+    widths: tuple[float, ...]
+    """Hidden sizes of the models for which the next one holds; between them is interpolated."""
+    trained_flops: tuple[float, ...]
+    """Of the layers' products, forward and backward, with all that is computed beside them."""
+    decoded_flops: float
+    """Of a forward of one token for each sequence."""
+    head_flops: float
+    attention_flops: float
+    pass_s: float
+    """Of a micro-batch, however small."""
+    layer_s: float
+    """Of one in each layer: operators that are started, forward and backward."""
+    decoded_step_s: float
+    """Of a step of decoding, layers aside."""
+    decoded_layer_s: float
+    """Of a step of decoding in each layer, weights aside."""
+    token_s: float
+    """Of each token that is sampled, beside the model."""
+    read_bytes: float
+    """Of weights, and of keys and values."""
+    parameter_s: float
+    """Of an optimizer step, for each parameter: its gradient is made, and it is updated."""
+    forward_share: float = FORWARD_SHARE
+    """How much faster a position is scored than trained."""
+
+    def cost(self, shape: ModelShape, *, more: float = 1.0) -> CostModel:
+        """What a forward and backward of the model costs, in seconds; `more`: how often that of its layers."""
+        linear = self._at(self.trained_flops, shape)
+        layers = DeviceRates(
+            linear_flops=linear,
+            attention_flops=self.attention_flops,
+            kernel_s=0.0,
+            read_bytes=self.read_bytes,
+        )
+        cost = CostModel.of_model(shape, layers)
+        return replace(
+            cost,
+            per_position=cost.per_position * more,
+            per_pair=cost.per_pair * more,
+            per_loss_token=cost.per_loss_token * linear / self.head_flops,
+            per_call=self.pass_s + shape.num_layers * self.layer_s * more,
+        )
+
+    def engine(self, shape: ModelShape, *, number_bytes: int, slots: int) -> EngineRates:
+        """What an engine of the model takes, `number_bytes` for each weight."""
+        return EngineRates(
+            step_s=self.decoded_step_s
+            + shape.num_layers * self.decoded_layer_s
+            + number_bytes * shape.parameters / self.read_bytes,
+            sequence_s=self.token_s + 2 * shape.parameters / self.decoded_flops,
+            context_token_s=number_bytes * shape.kv_numbers_per_token / self.read_bytes,
+            prompt_token_s=self.cost(shape).per_position / self.forward_share,
+            slots=slots,
+        )
+
+    def _at(self, rates: Sequence[float], shape: ModelShape) -> float:
+        return float(np.interp(np.log(shape.hidden_size), np.log(self.widths), rates))
 
 
 @dataclass(frozen=True, kw_only=True)

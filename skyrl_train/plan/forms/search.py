@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from skyrl_train.config import Config
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.derived import old_logprobs_scored
-from skyrl_train.config.models import StrategyConfig, mesh_sizes
+from skyrl_train.config.models import GeneratorConfig, StrategyConfig, mesh_sizes
 from skyrl_train.config.rules import divisors
 from skyrl_train.plan.estimate import assumed_lengths, sampled_lengths
 from skyrl_train.plan.forms.scale import Device, Rollouts, ScaledModel, Update, Work, engine_rates, rollout_s, update_on
@@ -347,10 +347,11 @@ def micro_batch_sizes(longest: int, most: int) -> tuple[int, ...]:
     return tuple(longest * each for each in rows if each == 1 or longest * each <= most)
 
 
-def step_work(config: Config) -> StepWork:
+def step_work(
+    generator: GeneratorConfig, trainer: TrainerConfig, *, seed: int, max_prompt_length: int, has_critic: bool
+) -> StepWork:
     """Return the work of a training batch, of lengths that are assumed by the settings."""
-    generator, trainer = config.generator, config.trainer
-    lengths = assumed_lengths(generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length)
+    lengths = assumed_lengths(generator, seed=seed, max_prompt_length=max_prompt_length)
     rows = lengths.all_rows.astype(float)
     prompts, responses = sampled_lengths(lengths)
     samples = trainer.train_batch_size * generator.n_samples_per_prompt
@@ -363,7 +364,6 @@ def step_work(config: Config) -> StepWork:
         micro = micro_batch_sizes(longest, trainer.most_positions(training=True))
     elif trainer.micro_batching == "fixed":
         micro = (int(trainer.micro_train_batch_size_per_gpu * rows.mean()),)
-    has_critic = bool(config.critic.model.path)
     of_policy = {"none": 0.0, "later": 1 - 1 / minis, "all": 1.0}[old_logprobs_scored(trainer)]
     scored = of_policy + needs_reference(trainer.algorithm) + has_critic
     return StepWork(

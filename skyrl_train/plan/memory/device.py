@@ -24,13 +24,11 @@ from skyrl_train.config.models import STATE_BUCKET_BYTES, OptimizerConfig, mesh_
 from skyrl_train.config.placement import Layout, Role, leaves_devices, shares_devices
 from skyrl_train.errors import MemoryLimitError, ModelError, Violation, byte_size, three_digits
 from skyrl_train.learner.memory import DeviceShare, Effort, Phase, PredictedPasses
-from skyrl_train.model.sizes import meta_model, model_sizes, of_depth, read_architecture
+from skyrl_train.model.sizes import model_sizes, of_depth, read_architecture
 from skyrl_train.parts import OPTIMIZERS
 from skyrl_train.plan.forms.scale import Device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from skyrl_train.learner.memory import Probed
 
 _GPUS_PER_NODE = 8
@@ -372,52 +370,9 @@ def predicted_passes(
 def _learner_without_weights(
     settings: LearnerSettings, architecture: Mapping[str, object], share: DeviceShare
 ) -> Probed:
-    """The learner that a run makes, of a model on the meta device and with none of its ranks. Raises ModelError."""
-    import torch
+    from skyrl_train.plan.memory.traced_learner import learner_without_weights  # and with it torch
 
-    from skyrl_train.batch.planner import make_micro_batch_strategy
-    from skyrl_train.distributed import ModelStrategy
-    from skyrl_train.learner import ModelEngine, adapt, learner_of
-    from skyrl_train.model import place_model, replace_head
-    from skyrl_train.model.parallel import TensorGroup, cut_matrices
-    from skyrl_train.model.vision import freeze_vision, vision_of
-
-    config = settings.model
-    held = config.dtype if settings.frozen else "float32"
-    model = meta_model(architecture, name=config.path, attention=config.attention, dtype=held)
-    if settings.role == "critic":
-        replace_head(model, config)
-    place_model(model, config, "meta")
-    model.train()
-    if config.lora.rank:
-        adapt(model, settings)
-    if "vision" in config.freeze and vision_of(model) is not None:  # `plan.architecture` may have none
-        freeze_vision(model, name=config.path)
-
-    class OneOfMany(ModelStrategy):
-        """A rank that knows how many there are, and meets none of them."""
-
-        num_shards = share.num_shards
-        tensor_ranks = share.tensor_ranks
-
-        sharded = share.sharded
-
-        def prepare(self, model: PreTrainedModel) -> None:
-            """Leave the parts of matrices that one of several ranks has."""
-            if self.tensor_ranks > 1:
-                cut_matrices(model, TensorGroup(None, size=self.tensor_ranks), name=config.path)
-
-    engine = ModelEngine(
-        model,
-        name=settings.role,
-        micro_batching=make_micro_batch_strategy(
-            settings.micro_batching, merge_turns=settings.merge_turns
-        ).as_one_forward(),
-        dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
-        optimizer=settings.optimizer,
-        strategy=OneOfMany(),
-    )
-    return learner_of(engine, settings)
+    return learner_without_weights(settings, architecture, share)
 
 
 def optimizer_state_bytes(optimizer: OptimizerConfig) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any
@@ -121,8 +122,6 @@ class _Connection:
 
     def execute(self, query: str) -> None:
         """Raises sqlite3.OperationalError as the database says, and where the query takes too long."""
-        import sqlite3
-
         if query == "BEGIN TRANSACTION;":
             return
         clean = {"database": self._database, "query": query.encode("utf-8", "replace").decode()}

@@ -4,13 +4,12 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.runs.cli.auto_placement import place
+    from skyrl_train.runs.cli.command_line import checked_config, start
     from skyrl_train.runs.cli.composition import Composer, as_override, load_node
     from skyrl_train.runs.cli.exits import exit_on_errors
     from skyrl_train.runs.cli.machine import MACHINE_RULES, RL_MACHINE_RULES
-    from skyrl_train.runs.cli.memory_settings import settle, with_memory_settings
+    from skyrl_train.runs.cli.placement import place, settle, with_memory_settings
     from skyrl_train.runs.cli.plan import main
-    from skyrl_train.runs.cli.preflight import checked_config, start
     from skyrl_train.runs.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, register_resolvers
 
 __all__ = [

@@ -1,21 +1,42 @@
-"""One command line's overrides, checked in three stages: names, composition, and values with what their root demands."""
+"""Everything that is wrong with a command line, found before Hydra takes over and before torch is imported.
+
+Hydra stops at the first key that it does not know, and knows nothing of types. `preflight` therefore composes the same
+command line first, collects all problems (malformed arguments, unknown keys and choices, refused values, rules between
+fields) and prints them at once. A command line without problems goes to Hydra untouched.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import hydra
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.version import setbase
 from omegaconf import DictConfig
 
-from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
-from skyrl_train.config.door import EARLIER, Loaded, read_root
+from skyrl_train.config import AnyConfig, Config, SFTConfig
+from skyrl_train.config.door import EARLIER, for_hydra, read_root
 from skyrl_train.config.fields import (
     Rule,
     SchemaField,
-    is_refused,
+    meant_by,
     nearest,
     parts_of,
     peer_name,
@@ -23,24 +44,30 @@ from skyrl_train.config.fields import (
     strip,
     walk,
 )
-from skyrl_train.config.rules import run_rules, validate_config, with_sound_sizes
-from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.config.rules import near_path
+from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.registry import TARGET
-from skyrl_train.runs.cli.auto_placement import place, room_violations
 from skyrl_train.runs.cli.composition import (
     Composer,
     alternatives,
     as_in_a_run,
+    as_override,
     choices_of,
     clear_text_violations,
     is_hydra,
+    load_node,
     plain_values,
     reason,
     source_of,
     text_of,
     value_of,
 )
+from skyrl_train.runs.cli.hydra_files import with_arguments_of_run
 from skyrl_train.runs.cli.machine import MACHINE_RULES, RL_MACHINE_RULES
+from skyrl_train.runs.cli.placement import violations_here
+from skyrl_train.runs.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, name_another_run, register_resolvers
+from skyrl_train.system import DISTRIBUTION, find_modules_here
+from skyrl_train.telemetry.logs import console_streams, learn_arguments, redact_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +80,6 @@ class Root:
     machine_rules: tuple[Rule, ...]
     trains: bool = True
     """Whether models are trained, or only generate."""
-
-    def violations(self, config: AnyConfig, *, refused: Collection[str]) -> list[Violation]:
-        """Return what breaks rules between fields."""
-        if isinstance(config, SFTConfig):
-            return validate_sft(config, refused=refused)
-        return validate_config(config, refused=refused)
-
-    def of_settings(
-        self, violations: Iterable[Violation], config: AnyConfig, *, refused: Collection[str]
-    ) -> list[Violation]:
-        """What is wrong with single settings, with remedies that go with the others."""
-        if isinstance(config, SFTConfig):
-            return list(violations)
-        return with_sound_sizes(violations, config, refused=refused)
 
 
 RL_ROOT = Root(schema=Config, platform_group="platform", machine_rules=RL_MACHINE_RULES)
@@ -119,8 +132,10 @@ class CommandLine:
         return list(self._found.values())
 
     def _add(self, *, field: str, rule: str, value: str, remedy: str) -> None:
-        violation = Violation(field=field, rule=rule, value=value, remedy=remedy)
-        self._found.setdefault(str(violation), violation)
+        self._note([Violation(field=field, rule=rule, value=value, remedy=remedy)])
+
+    def _note(self, violations: Iterable[Violation]) -> None:
+        self._found.update((text, each) for each in violations if (text := str(each)) not in self._found)
 
     # Names
 
@@ -195,8 +210,7 @@ class CommandLine:
             return True
         schema = strip(section.annotation)
         violations = read_root(value, schema, at=section.path, root=self._root.schema).violations
-        for violation in violations:
-            self._found.setdefault(str(violation), violation)
+        self._note(violations)
         return not violations
 
     # Composition and values
@@ -215,39 +229,19 @@ class CommandLine:
         config = self._compose(overrides)
         if config is None or names_only:
             return None
-        for violation in clear_text_violations(config):
-            self._found.setdefault(str(violation), violation)
+        self._note(clear_text_violations(config))
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
-            violations = self._violations_of(loaded)
+            rules = self._root.machine_rules if self._rules else None
+            violations = violations_here(loaded, rules, trains=self._root.trains)
         self.notes.update(dict.fromkeys(loaded.notes))
         fields = {violation.field for violation in violations}
         for violation in violations:
             source = source_of(config, violation.field)
             follows = _DATA if source.startswith("default_environment:") else {source}
             if not follows & fields:  # what follows another setting is right when that is
-                self._found.setdefault(str(violation), violation)
+                self._note([violation])
         return loaded.config.output_dir
-
-    def _violations_of(self, loaded: Loaded[AnyConfig]) -> list[Violation]:
-        """Return the violations of names and types, then of rules between fields and of what is on this machine, with
-        the placement that is chosen here. Where rules are left to the caller, those between fields are named beside a
-        refused value alone."""
-        config, refused = loaded.config, loaded.refused
-        if not self._rules:
-            settings = self._root.of_settings(loaded.violations, config, refused=refused)
-            return [*settings, *self._root.violations(config, refused=refused)] if refused else []
-        found: list[Violation] = []
-        try:
-            config = place(config, training=self._root.trains)
-        except ConfigError as error:
-            found += [violation for violation in error.violations if violation.field not in refused]
-            # What is left to choose stays out of the rules.
-            refused = refused | {"placement"}
-        found = [*self._root.of_settings(loaded.violations, config, refused=refused), *found]
-        found += self._root.violations(config, refused=refused)
-        found += run_rules(config, self._root.machine_rules, refused)
-        return found if is_refused("placement", refused) else [*found, *room_violations(config)]
 
     def _check_folders(self, folders: Sequence[str | None]) -> None:
         if len(folders) > 1 and len(set(folders)) < len(folders) and None not in folders:
@@ -282,8 +276,7 @@ class CommandLine:
                 why = f"write {part}={{{TARGET}: {name}, {argument}: ...}}"
             # A list in the place of a mapping, say, which OmegaConf refuses without saying what there may be.
             mistyped = [] if override.is_sweep_override() else self._mistyped(key, override.value())
-            for violation in mistyped:
-                self._found.setdefault(str(violation), violation)
+            self._note(mistyped)
             if not mistyped:
                 self._add(field=key, rule="was refused", value=value_of(override), remedy=why)
         refused = [override for override, _ in refusals]
@@ -294,3 +287,192 @@ class CommandLine:
         arguments = " ".join(text_of(override) for override in sound)
         self._add(field="arguments", rule="do not fit together", value=repr(arguments), remedy=config)
         return None
+
+
+LOOK = "--look"
+"""The flag of a command that takes the first look at a run and ends."""
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "output_dir")
+
+
+def start(
+    task: Callable[[DictConfig], object],
+    *,
+    config_name: str,
+    trains: bool = True,
+    look: Callable[[DictConfig], object] | None = None,
+) -> None:
+    """Runs `task` under Hydra on the root config `config_name`, with the arguments of this process.
+
+    Hydra names the job after the module of `task`; the command that resumes a run does too. What `task` returns is what a
+    sweeper compares. Raises SystemExit(2) for problems with the arguments, before torch is imported. `trains`:
+    whether models are trained, so that room for that is needed. `look` takes the place of `task` with `--look`, in a folder
+    that is gone afterwards.
+    """
+    find_modules_here()
+    register_resolvers()
+    if "--version" in sys.argv[1:]:
+        ours = version(DISTRIBUTION)
+        sys.stdout.write(f"skyrl_train {ours} (Hydra {hydra.__version__}, Python {platform.python_version()})\n")
+        return
+    with console_streams(), ExitStack() as stack:
+        looks = look is not None and LOOK in sys.argv
+        if look is not None and looks:
+            sys.argv.remove(LOOK)
+            task = look
+        if trains and not sys.argv[1:]:
+            sys.stderr.write(_no_experiment(config_name))
+            raise SystemExit(2)
+        if not trains:
+            sys.argv[1:] = with_arguments_of_run(sys.argv[1:])
+        sys.argv[1:] = for_hydra(sys.argv[1:])
+        preflight(sys.argv[1:], config_name=config_name, trains=trains)
+        if looks:
+            folder = stack.enter_context(TemporaryDirectory(prefix="skyrl_train_look_"))
+            behind = max((index for index, text in enumerate(sys.argv) if "=" in text), default=len(sys.argv) - 1) + 1
+            sys.argv[behind:behind] = [as_override(name, folder) for name in _FOLDERS]
+        hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
+
+
+def _no_experiment(config_name: str) -> str:
+    """What a command without arguments is answered: the defaults are for a large model, and the bundled one would learn
+    nothing from them."""
+    supervised = config_name != "config"
+    names = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+    typed = Path(sys.argv[0])
+    program = typed.name if typed.suffix != ".py" else f"python -m skyrl_train.{typed.stem}"
+    commands = [f"  {program} +experiment={name}\n" for name in names if name.startswith("sft") == supervised]
+    return f"Nothing was named to train. Begin with an experiment, and override what differs:\n{''.join(commands)}"
+
+
+def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> None:
+    """Check the arguments of an entry point whose root config is `config_name`.
+
+    Prints every problem to stderr and raises SystemExit(2); returns where there is none, or where the arguments ask for
+    something that Hydra answers by itself, such as `--help`.
+
+    Args:
+        argv: the arguments without the program's name (`sys.argv[1:]`).
+        rules: False checks names and types only: rules between fields, and whether data and model are there, are left
+            to the caller (a plan for another machine).
+        trains: False where models only generate.
+    """
+    learn_arguments(argv, os.environ)
+    try:
+        root = replace(root_of(config_name), trains=trains)
+        flags = parse_flags(argv, root)
+        if flags is None:
+            return
+        check(flags, config_name=flags.config_name or config_name, rules=rules, root=root)
+    except (SkyrlTrainError, HydraException) as error:
+        sys.stderr.write(f"{redact_text(str(error))}\n")
+        raise SystemExit(2) from None
+
+
+def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Root = RL_ROOT) -> None:
+    """Raises ConfigError with all problems of the parsed arguments."""
+    register_resolvers()
+    with config_loader(flags.config_dir) as loader:
+        search_path = [text for text in flags.overrides if text.lstrip("+~").startswith("hydra.searchpath=")]
+        composer = Composer(loader, config_name, search_path)
+        line = CommandLine(composer, multirun=flags.multirun, rules=rules, root=root)
+        names_only = flags.cfg is not None or flags.info is not None
+        violations = line.violations(flags.overrides, names_only=names_only)
+    if (
+        flags.config_dir is not None and not Path(flags.config_dir).is_dir()
+    ):  # without one, Hydra's message names its flag
+        found = Violation.of(
+            "--config-dir", flags.config_dir, "must be an existing folder", near_path(flags.config_dir)
+        )
+        violations.insert(0, found)
+    for note in line.notes:
+        sys.stderr.write(f"note: {redact_text(note)}\n")
+    if violations:
+        raise ConfigError(violations)
+
+
+def checked_config(arguments: Sequence[str], *, config_name: str, trains: bool = True) -> AnyConfig:
+    """Return the configuration that the command line of an entry point would run with, for runs that Python starts.
+
+    Raises ConfigError with all problems of the arguments.
+    """
+    learn_arguments(arguments, os.environ)
+    arguments = for_hydra(arguments)
+    flags = argparse.Namespace(config_dir=None, overrides=list(arguments), multirun=False, cfg=None, info=None)
+    root = replace(root_of(config_name), trains=trains)
+    name_another_run()
+    check(flags, config_name=config_name, rules=True, root=root)
+    with config_loader(None) as loader:
+        composer = Composer(loader, config_name, [])
+        config = composer.attempt([override for text in arguments for override in composer.parse(text)])
+        assert isinstance(config, DictConfig), "it was checked"
+        with as_in_a_run(config, 0, multirun=False):
+            return load_node(config, root.schema)
+
+
+def parse_flags(argv: Sequence[str], root: Root = RL_ROOT) -> argparse.Namespace | None:
+    """Hydra's flags; None where Hydra should answer by itself: help, a malformed flag, another `--config-path`.
+
+    Raises ConfigError where something is no flag, or flags split the overrides, which Hydra would call unrecognized.
+    """
+    if {"--version", "--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(argv):
+        return None
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    parser.allow_abbrev = False  # `--experiment NAME` would be taken for `--experimental-rerun FILE`
+    try:
+        flags, unknown = parser.parse_known_args(list(argv))
+    except (argparse.ArgumentError, SystemExit):
+        return None
+    if flags.experimental_rerun:
+        unknown = ["--experimental-rerun"]
+    if refused := [argument for argument in unknown if argument.startswith("-")]:
+        raise ConfigError([_no_flag(argument, following=_after(argument, argv), root=root) for argument in refused])
+    if unknown:
+        rule, remedy = "must stand together", "put flags such as -m before or after all of KEY=VALUE"
+        raise ConfigError([Violation(field="arguments", rule=rule, value=repr(" ".join(argv)), remedy=remedy)])
+    return None if flags.config_path else flags
+
+
+def _no_flag(argument: str, *, following: str, root: Root) -> Violation:
+    name, _, value = argument.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), value or following or "VALUE"
+    fields = {field.path for field in walk(root.schema)}
+    known = name in fields or (conf_dir() / name).is_dir()
+    meant, convert = (name, "") if known else meant_by(name, root.schema)
+    if name == "experiment":
+        meant = f"+{name}"
+    if name == "model" and not (conf_dir() / "model" / f"{value}.yaml").exists():
+        meant = "model.path"
+    written = meant if "=" in meant else f"{meant}={value}"
+    remedy = f"settings and groups have no dashes: write {written}. {convert}".rstrip(". ")
+    if not meant:
+        remedy = "settings and groups have no dashes, and none has that name: docs/configuration.md lists all settings"
+        remedy = convert or remedy
+    if name == "experimental_rerun":  # which would unpickle the file
+        remedy = "run the command again that trainer.resume_mode=latest goes on from"
+    return Violation.of(argument.partition("=")[0], argument, "is not a flag", remedy)
+
+
+def _after(argument: str, argv: Sequence[str]) -> str:
+    """The value that stands behind a flag; empty where none does."""
+    rest = [*argv[argv.index(argument) + 1 :], ""] if argument in argv else [""]
+    return "" if rest[0].startswith("-") or "=" in rest[0] else rest[0]
+
+
+@contextmanager
+def config_loader(config_dir: str | None) -> Iterator[ConfigLoader]:
+    """Hydra's loader over our `conf/` and the user's `--config-dir`, as `hydra.main` would build it."""
+    setbase(HYDRA_VERSION_BASE)
+    search_path = create_config_search_path(str(conf_dir()))
+    if config_dir is not None and Path(config_dir).is_dir() and isinstance(search_path, ConfigSearchPathImpl):
+        search_path.prepend(
+            provider="command-line",
+            path=f"file://{os.path.abspath(config_dir)}",
+            anchor=SearchPathQuery(provider="schema"),
+        )
+    before = GlobalHydra.instance().hydra  # of a program that calls us
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2(task_name="main", config_search_path=search_path).config_loader
+    finally:
+        GlobalHydra.instance().hydra = before

@@ -24,7 +24,7 @@ from yaml import YAMLError
 from skyrl_train.config.derived import COMPILE
 from skyrl_train.config.door import MISSING, NotStated, Unresolved, load_root
 from skyrl_train.errors import DataError, Violation
-from skyrl_train.runs.cli.derived import derived
+from skyrl_train.runs.cli.resolvers import derived
 
 T = TypeVar("T")
 

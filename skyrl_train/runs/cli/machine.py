@@ -50,8 +50,9 @@ def _folder(output_dir: str) -> Iterator[Violation]:
         why = f"{existing} is a file"
     except OSError as error:
         why = f"{error.strerror}: {Path(error.filename).parent}"
-    rule = "must be a folder that can be written to"
-    yield Violation(field="output_dir", rule=rule, value=repr(output_dir), remedy=f"{why}: set output_dir=FOLDER")
+    yield Violation.of(
+        "output_dir", output_dir, "must be a folder that can be written to", f"{why}: set output_dir=FOLDER"
+    )
 
 
 def _data(data: DataConfig | SFTDataConfig, name: str) -> Iterator[Violation]:
@@ -65,7 +66,7 @@ def _data(data: DataConfig | SFTDataConfig, name: str) -> Iterator[Violation]:
             remedy = str(error).removeprefix(f"{spec}: ")
             if Path(spec).parent.name == "gsm8k":
                 remedy += " scripts/prepare_gsm8k.py makes the GSM8K files; SKYRL_TRAIN_DATA says where they are."
-            yield Violation(field=field, rule="must be data that can be found", value=repr(spec), remedy=remedy)
+            yield Violation.of(field, spec, "must be data that can be found", remedy)
 
 
 def _of_hub(field: str, spec: str) -> Iterator[Violation]:
@@ -78,12 +79,7 @@ def _of_hub(field: str, spec: str) -> Iterator[Violation]:
     if name == "openai/gsm8k":
         remedy = "on a machine with a network: python scripts/prepare_gsm8k.py --download --output data/gsm8k; copy it "
         remedy += "here, and say where it is: SKYRL_TRAIN_DATA=FOLDER THAT HOLDS gsm8k"
-    yield Violation(
-        field=field,
-        rule=f"must be data that can be had, and {endpoint()} does not answer",
-        value=repr(spec),
-        remedy=remedy,
-    )
+    yield Violation.of(field, spec, f"must be data that can be had, and {endpoint()} does not answer", remedy)
 
 
 def _models(model: ModelConfig, name: str) -> Iterator[Violation]:
@@ -168,12 +164,8 @@ def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: Pl
     """vLLM, where it is started on this machine; the nodes of another cluster have it."""
     if _is_here(placement) and generator.backend == "vllm" and find_spec("vllm") is None:
         extra = "cpu" if platform.name == "cpu" else "vllm"
-        yield Violation(
-            field="generator.backend",
-            rule="needs vLLM, which is not installed here",
-            value=repr(generator.backend),
-            remedy=f"install the extra `{extra}` as docs/vllm.md says, or add generator=hf",
-        )
+        remedy = f"install the extra `{extra}` as docs/vllm.md says, or add generator=hf"
+        yield Violation.of("generator.backend", generator.backend, "needs vLLM, which is not installed here", remedy)
 
 
 def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
@@ -212,12 +204,8 @@ def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
 def _device(placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
     machine = detect_platform()
     if placement.backend == "inline" and platform.device.startswith("cuda") and machine.name == "cpu":
-        yield Violation(
-            field="platform.device",
-            rule=f"cannot be used here: {machine.reason}",
-            value=repr(platform.device),
-            remedy="try platform=cpu",
-        )
+        rule = f"cannot be used here: {machine.reason}"
+        yield Violation.of("platform.device", platform.device, rule, "try platform=cpu")
 
 
 def _attention(model: ModelConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:

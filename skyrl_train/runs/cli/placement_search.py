@@ -29,6 +29,7 @@ from skyrl_train.plan.forms import (
     EngineOptions,
     Form,
     ScaledModel,
+    StepWork,
     allocations,
     devices_per_engine,
     engine_room,
@@ -146,6 +147,18 @@ class Search:
         return Device(memory_bytes=(self.devices.memory_gb or ASSUMED_MEMORY_GB) * 1e9)
 
     @property
+    def work(self) -> StepWork:
+        """The work of a training batch."""
+        config = self.config
+        return step_work(
+            config.generator,
+            config.trainer,
+            seed=config.seed,
+            max_prompt_length=config.data.max_prompt_length,
+            has_critic=bool(config.critic.model.path),
+        )
+
+    @property
     def free(self) -> list[str]:
         """The settings of `strategy` that are left to choose. Parts of rows are for long ones: of short ones little is left
         to a rank beside what it exchanges."""
@@ -208,7 +221,7 @@ class Search:
         plain = self._engine_size(sizes, facts, nodes * per_node)
         return rank_forms(
             self._model(facts),
-            step_work(config),
+            self.work,
             self._device,
             allocations(
                 nodes,

@@ -42,11 +42,10 @@ from skyrl_train.plan import (
 from skyrl_train.plan.memory import head_violations, plan_memory
 from skyrl_train.rollout import ChatTokens, check_tools, checked_prompts
 from skyrl_train.rollout.tools import make_parser, tool_schemas
-from skyrl_train.runs.cli.auto_placement import place_for_plan
+from skyrl_train.runs.cli.command_line import config_loader, preflight
 from skyrl_train.runs.cli.composition import as_in_a_run, load_node
 from skyrl_train.runs.cli.machine import task_violations
-from skyrl_train.runs.cli.memory_settings import with_memory_settings
-from skyrl_train.runs.cli.preflight import config_loader, preflight
+from skyrl_train.runs.cli.placement import place_for_plan, with_memory_settings
 from skyrl_train.system import find_modules_here
 from skyrl_train.telemetry.records import read_rollouts
 

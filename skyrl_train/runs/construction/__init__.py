@@ -4,22 +4,19 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.runs.construction.engines import engine_settings, probe_settings, sync_within_process, tolerance
-    from skyrl_train.runs.construction.on_ray import cluster_settings
-    from skyrl_train.runs.construction.parts import build_host, build_learners
-    from skyrl_train.runs.construction.sft_data import SFTData, build_loader, plan_sft
+    from skyrl_train.runs.construction.engines import build_probe, sync_within_process, tolerance
+    from skyrl_train.runs.construction.on_ray import with_time_to_load
+    from skyrl_train.runs.construction.parts import build_host, build_learners, engine_settings, loaded_models
 
 __all__ = [
-    "SFTData",
     "build_host",
     "build_learners",
-    "build_loader",
-    "cluster_settings",
+    "build_probe",
     "engine_settings",
-    "plan_sft",
-    "probe_settings",
+    "loaded_models",
     "sync_within_process",
     "tolerance",
+    "with_time_to_load",
 ]
 
 __getattr__ = lazily(__name__)

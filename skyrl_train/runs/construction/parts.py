@@ -18,13 +18,14 @@ from skyrl_train.batch import AssemblySettings
 from skyrl_train.config import AnyConfig, Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.config.data import DataConfig
-from skyrl_train.config.derived import RunModels, scores_entropies
+from skyrl_train.config.derived import RunModels, layout_of, learner_settings, roles_of, scores_entropies
 from skyrl_train.config.environment import with_reward_components
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.config.placement import Role
+from skyrl_train.config.placement import Role, count_engines, leaves_devices
 from skyrl_train.config.rules import data_parallel_size, mixed_datasets
 from skyrl_train.data import Curriculum
 from skyrl_train.data.sources import IMAGES
+from skyrl_train.inference import EngineSettings
 from skyrl_train.inference.vllm import make_tool_parser
 from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
 from skyrl_train.learner import (
@@ -41,7 +42,6 @@ from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reader
 from skyrl_train.plan import BatchPlan
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
-from skyrl_train.rollout.hosts import WorkerHost
 from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
 from skyrl_train.runs.construction.engines import Engines, build_engines
 from skyrl_train.runs.resolve import reward_models
@@ -67,32 +67,24 @@ class Host:
     """None where nothing is generated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutParts:
-    """What makes rollouts, and how it gets new weights."""
-
-    generator: Generator
-    transport: WeightTransport
-
-
 def build_rollouts(
     config: Config,
     recording: ReplayGenerator | None,
     stack: ExitStack,
-    *,
     on_progress: Callable[[int, int], None],
     host: Host,
-) -> RolloutParts:
-    """Return what makes rollouts with the engine of `host`, or reads them from a recording. `stack` closes it."""
+) -> tuple[Generator, WeightTransport]:
+    """Return what makes rollouts with the engine of `host`, or reads them from a recording, and how it gets new weights.
+    `stack` closes it."""
     engines, IMAGES.folder = host.engines, RunFolder(Path(config.output_dir)).images
     if recording is not None:
-        return RolloutParts(generator=recording, transport=NoTransport())
+        return recording, NoTransport()
     assert engines is not None, "whatever is no recording is an engine"
     _load_reward_models(config, host, stack)
     generator = rollout_generator(config, engines.engine, host)
     generator.on_progress = on_progress
     stack.callback(generator.close)
-    return RolloutParts(generator=generator, transport=engines.transport)
+    return generator, engines.transport
 
 
 def rollout_generator(config: Config, engine: InferenceEngine, host: Host) -> RolloutGenerator:
@@ -105,7 +97,9 @@ def rollout_generator(config: Config, engine: InferenceEngine, host: Host) -> Ro
         config.environment,
         config.seed,
         vocabulary_size=vocabulary_size(config.model),
-        workers=_environment_workers(config, host),
+        workers=None
+        if host.cluster is None or config.environment.placement != "ray"
+        else host.cluster.environment_workers(config.environment),
         log=Path(config.output_dir) / "environments.log",
         parse_calls=make_tool_parser(config.environment.tool_format, tokenizer),
         chat=chat_tokens(config.data, tokenizer, config.model),
@@ -170,13 +164,8 @@ def chat_tokens(data: DataConfig, tokenizer: Tokenizer, model: ModelConfig) -> C
 
 def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
     """Load those that rewards name by a path, here or in actors. Raises ModelError."""
-    environments = [
-        config.environment,
-        *(
-            dataset.environment
-            for dataset in mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
-        ),
-    ]
+    mix = mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
+    environments = [config.environment, *(dataset.environment for dataset in mix)]
     found = {id(reward): reward for each in environments for _, reward in reward_models(each)}
     for reward in found.values():
         settings = ScorerSettings(
@@ -194,45 +183,67 @@ def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
         reward.use(scorer.score)
 
 
-def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
-    """Return where environments run, if that is on the nodes of a cluster."""
-    if host.cluster is None or config.environment.placement != "ray":
-        return None
-    return host.cluster.environment_workers(config.environment)
-
-
 def open_cluster(config: AnyConfig, stack: ExitStack) -> Cluster | None:
     """Return Ray's session, where `placement.backend=ray`. `stack` ends it."""
     if config.placement.backend != "ray":
         return None
-    from skyrl_train.runs.construction.on_ray import Cluster, cluster_settings
+    from skyrl_train.runs.construction.on_ray import Cluster, with_time_to_load
 
-    return Cluster(cluster_settings(config), stack)
+    placement = with_time_to_load(config.placement, loaded_models(config))
+    return Cluster(
+        placement,
+        layout_of(config),
+        config.model,
+        stack,
+        run_name=config.run_name,
+        output_dir=Path(config.output_dir),
+    )
+
+
+def loaded_models(config: AnyConfig) -> list[ModelConfig]:
+    """Return the models that a run loads: those of its learners, and the policy's once more for engines with devices of
+    their own."""
+    if not isinstance(config, Config):
+        return [config.model]
+    engines = [config.model] * bool(count_engines(config.generator, config.placement))
+    return [*(learner_settings(config, role).model for role in roles_of(config)), *engines]
 
 
 def build_host(config: Config, stack: ExitStack) -> Host:
     """Return Ray's session and the engine, as far as there are any. `stack` ends them."""
-    cluster = open_cluster(config, stack)
+    cluster, settings = open_cluster(config, stack), engine_settings(config)
     if config.generator.backend == "replay":
         return Host(cluster=cluster)
+    if cluster is not None and config.generator.has_own_devices:
+        return Host(cluster=cluster, engines=cluster.build_engines(settings, config.trainer))
+    return Host(cluster=cluster, engines=build_engines(settings, config.placement, config.trainer, stack))
 
-    return Host(cluster=cluster, engines=build_engines(config, stack, cluster))
+
+def engine_settings(config: Config) -> EngineSettings:
+    """Return what the run's engines are made from."""
+    trainer = config.trainer
+    return EngineSettings(
+        model=config.model,
+        generator=config.generator,
+        platform=config.platform,
+        seed=config.seed,
+        deterministic=config.deterministic,
+        in_actor=config.placement.backend == "ray",
+        leaves_devices=leaves_devices(config.placement, config.generator, config.platform),
+        in_flight_cache=trainer.in_flight_cache if trainer.in_flight_updates else None,
+        records_routing=trainer.moe_routing_replay,
+        output_dir=Path(config.output_dir).absolute(),
+    )
 
 
 def build_learners(models: RunModels, stack: ExitStack, host: Host) -> Learners:
-    """Return the models of a run, on Ray or in this process. `stack` closes them."""
-    engines = host.engines
-    if host.cluster is None:
-        return _inline_learners(models, stack, None if engines is None else engines.sharing)
-    if engines is None:
-        return host.cluster.build_learners(models, stack)
-    return host.cluster.build_learners(models, stack, sharing=engines.sharing, engines=engines.group)
-
-
-def _inline_learners(models: RunModels, stack: ExitStack, sharing: DeviceSharing | None) -> Learners:
-    """Return the models in this process, which share their device with an engine, and each other, as `sharing` says."""
-
-    shared = sharing if sharing is not None and sharing.shared else None
+    """Return the models of a run, on Ray, or in this process, where they share their device with an engine, and each other,
+    as that says. `stack` closes them."""
+    sharing = DeviceSharing() if host.engines is None else host.engines.sharing
+    if host.cluster is not None:
+        group = None if host.engines is None else host.engines.group
+        return host.cluster.build_learners(models, sharing=sharing, engines=group)
+    shared = sharing if sharing.shared else None
     if shared is not None:
         shared.models()
     built: dict[Role, PolicyLearner | CriticLearner | LearnerOnSharedDevice] = {}

@@ -9,7 +9,7 @@ from skyrl_train.config.models.models import ModelConfig
 from skyrl_train.config.models.placement import PlacementConfig
 from skyrl_train.config.placement.bundles import Bundle, Layout, count_engines, missing_room, plan_layout
 from skyrl_train.config.schema import Config
-from skyrl_train.runs.construction import cluster_settings
+from skyrl_train.runs.construction import loaded_models, with_time_to_load
 
 ALL = ("policy", "reference", "critic")
 
@@ -133,4 +133,5 @@ def test_large_models_have_longer_to_load() -> None:
         generator=GeneratorConfig(backend="vllm"),
     )
     # 15.2 GB, read by the policy and by the engine
-    assert cluster_settings(config).placement.start_timeout_s == pytest.approx(300 + 2 * 15.23e9 / 50e6, abs=1)
+    placement = with_time_to_load(config.placement, loaded_models(config))
+    assert placement.start_timeout_s == pytest.approx(300 + 2 * 15.23e9 / 50e6, abs=1)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.batch.steps import close_mini_batch
 from skyrl_train.config import Config, PlanConfig, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.models import LoraConfig, ModelConfig, StrategyConfig
+from skyrl_train.config.models import GeneratorConfig, LoraConfig, ModelConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.placement import Role
 from skyrl_train.config.rules import quantization
 from skyrl_train.distributed import Sharded
@@ -80,7 +80,7 @@ def test_the_adapter_of_a_critic_leaves_its_value_head_in_float32() -> None:
 def test_an_engine_in_this_process_holds_the_type_of_the_forward() -> None:
     for dtype in ("float32", "bfloat16"):
         model = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
-        settings = EngineSettings(model=model, device="cpu", max_batch_size=4, max_context_length=64)
+        settings = EngineSettings(model=model, generator=GeneratorConfig(), platform=PlatformConfig())
         engine = build_hf_engine(settings, load_tokenizer(model))
         assert {str(each.dtype) for each in engine._model.parameters()} == {f"torch.{dtype}"}
         engine.close()

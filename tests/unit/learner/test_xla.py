@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.memory.fit import fit_memory_model, probes_at_the_limit
 from skyrl_train.learner.memory.sizing import SizingLimits, size_all
-from skyrl_train.learner.memory.xla import CompiledModel, CompiledProbe, _attention
 from skyrl_train.model.sizes import sizes_of_model
 from tests.support.learner_cases import make_learner, save_tiny_model
+
+if TYPE_CHECKING:
+    from skyrl_train.learner.memory.xla import CompiledProbe
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.delitem(sys.modules, "skyrl_train.learner.memory.xla", raising=False)
     with pytest.raises(SkyrlTrainError, match=r"pip install 'jax[<>]"):
-        CompiledProbe(lambda x: x, lambda rows, length: (), training=True)
+        import_module("skyrl_train.learner.memory.xla")
 
 
 # With JAX
@@ -58,6 +62,8 @@ def shapes(rows: int, length: int) -> tuple[Any, ...]:
 
 def jax_probe(*, training: bool) -> CompiledProbe:
     jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    from skyrl_train.learner.memory.xla import CompiledProbe
+
     function = jax.value_and_grad(causal_lm_loss) if training else causal_lm_loss
     return CompiledProbe(function, shapes, training=training)
 
@@ -68,6 +74,8 @@ def test_a_compiled_backward_pass_takes_more_than_a_forward() -> None:
 
 def test_compiled_attention_keeps_the_scores_of_a_block_of_queries_and_not_of_all() -> None:
     jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    from skyrl_train.learner.memory.xla import _attention
+
     length, heads = 512, 4
     states = jax.ShapeDtypeStruct((1, length, heads, 8), "float32")
     stats = jax.jit(_attention).lower(states, states, states).compile().memory_analysis()
@@ -85,6 +93,8 @@ def test_compiled_memory_grows_with_rows_and_faster_than_linearly_with_length() 
 @pytest.mark.slow
 def test_what_is_resident_is_added() -> None:
     jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    from skyrl_train.learner.memory.xla import CompiledProbe
+
     plain = jax_probe(training=True)(1, 16).peak_bytes
     with_state = CompiledProbe(jax.value_and_grad(causal_lm_loss), shapes, training=True, resident_bytes=12_345)
     assert with_state(1, 16).peak_bytes == plain + 12_345
@@ -103,6 +113,8 @@ def test_micro_batches_under_the_budget_of_compiled_probes_fit() -> None:
 @pytest.mark.slow
 def test_xla_sizes_the_micro_batches_of_a_model_of_the_same_sizes(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    from skyrl_train.learner.memory.xla import CompiledModel
+
     limits = SizingLimits(longest=5, max_rows=64, limit_bytes=1 << 20, margin=0.05, retries=3)
     learner = make_learner(save_tiny_model(tmp_path), role="reference")
     measured = size_all([learner], limits, {})["reference"]

@@ -159,9 +159,7 @@ def test_packed_rows_are_handed_to_the_variable_length_kernel(
     options: frozenset[str], deterministic: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel itself runs on CUDA alone: here a function of its signature computes what it promises."""
-    from torch.nn.attention import varlen as library
-
-    signature = inspect.signature(library.varlen_attn)
+    signature = inspect.signature(attention.varlen_attn)
 
     def computed(*args: Any, **kwargs: Any) -> Tensor:
         assert not {"enable_gqa", "num_splits"} & kwargs.keys() - options  # a torch without them raises TypeError
@@ -189,7 +187,7 @@ def test_packed_rows_are_handed_to_the_variable_length_kernel(
         ]
         return torch.cat(rows, dim=2)[0].transpose(0, 1)
 
-    monkeypatch.setattr(library, "varlen_attn", computed)
+    monkeypatch.setattr(attention, "varlen_attn", computed)
     monkeypatch.setattr(attention, "VARLEN_OPTIONS", options)
     monkeypatch.setattr(attention, "is_deterministic", lambda: deterministic)
     query, key, value = (each.detach().float() for each in qkv(PACKED))

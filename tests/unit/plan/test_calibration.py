@@ -10,7 +10,9 @@ import pytest
 
 from skyrl_train.config.models import PlatformConfig
 from skyrl_train.plan import machine as plan_machine
-from skyrl_train.plan.machine import MachineRates, machine_rates, stated_rates
+from skyrl_train.plan import measured_cpu
+from skyrl_train.plan.forms.scale import MachineRates
+from skyrl_train.plan.machine import machine_rates, stated_rates
 from skyrl_train.runs.cli import main
 
 ONE, TWO = (PlatformConfig(name="cpu", device="cpu", num_threads=count) for count in (1, 2))
@@ -25,7 +27,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def machine(busy: float) -> Callable[..., MachineRates]:
     """A machine whose calls took `busy` times as long as they would have on quiet cores."""
 
-    def measure(clock: plan_machine._Clock, _dtype: object) -> MachineRates:
+    def measure(clock: measured_cpu._Clock, _dtype: object) -> MachineRates:
         clock.wall_s, clock.counted_s = busy, 1.0
         return FOUND
 
@@ -33,8 +35,8 @@ def machine(busy: float) -> Callable[..., MachineRates]:
 
 
 def test_every_rate_is_measured_and_the_next_plan_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_machine, "_WIDE", 192)
-    monkeypatch.setattr(plan_machine, "_VOCABULARY", {128: 64, 192: 256})
+    monkeypatch.setattr(measured_cpu, "_WIDE", 192)
+    monkeypatch.setattr(measured_cpu, "_VOCABULARY", {128: 64, 192: 256})
     told: list[str] = []
     found = machine_rates(ONE, "float32", announce=told.append)
     numbers = {name: value for name, value in asdict(found).items() if isinstance(value, float)}
@@ -49,7 +51,7 @@ def test_every_rate_is_measured_and_the_next_plan_finds_it(monkeypatch: pytest.M
 
 
 def test_what_several_threads_took_on_busy_cores_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_machine, "_measure", machine(busy=3.0))
+    monkeypatch.setattr(measured_cpu, "_measure", machine(busy=3.0))
     found = machine_rates(TWO, "float32", announce=str)
     assert "others used its cores" in found.source
     assert "reckoned" in machine_rates(TWO, "float32").source
@@ -57,7 +59,7 @@ def test_what_several_threads_took_on_busy_cores_is_not_remembered(monkeypatch: 
 
 
 def test_a_file_that_was_cut_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_machine, "_measure", machine(busy=1.0))
+    monkeypatch.setattr(measured_cpu, "_measure", machine(busy=1.0))
     machine_rates(ONE, "float32", announce=str)
     file = plan_machine._file(1, "float32")
     file.write_text(file.read_text(encoding="utf-8")[:50], encoding="utf-8")
@@ -74,7 +76,7 @@ def test_a_gpu_is_not_measured() -> None:
 def test_a_plan_says_what_a_step_takes_and_from_what(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_machine, "_measure", machine(busy=1.0))
+    monkeypatch.setattr(measured_cpu, "_measure", machine(busy=1.0))
     settings = ["+experiment=gsm8k_multiturn", "platform=cpu"]
     assert main(settings) == 0
     printed = capsys.readouterr()

@@ -12,7 +12,8 @@ from skyrl_train.config import Config
 from skyrl_train.config.models import PlatformConfig
 from skyrl_train.plan.dry_run import expected_step_seconds, plan_batches
 from skyrl_train.plan.estimate import RowLengths
-from skyrl_train.plan.machine import MachineRates, machine_rates, stated_rates
+from skyrl_train.plan.forms.scale import MachineRates
+from skyrl_train.plan.machine import machine_rates, stated_rates
 
 SHAPE = ModelShape(
     num_layers=2,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.runs.capsule_search import (
+from skyrl_train.runs.capsule_bisect import (
     first_bad,
     halve,
     in_context,

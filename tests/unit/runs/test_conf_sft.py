@@ -14,8 +14,8 @@ from skyrl_train.config.door import read_root
 from skyrl_train.config.fields import walk
 from skyrl_train.config.rules import run_rules
 from skyrl_train.runs.cli import machine
+from skyrl_train.runs.cli.command_line import preflight
 from skyrl_train.runs.cli.composition import load_node, plain_values
-from skyrl_train.runs.cli.preflight import preflight
 from skyrl_train.runs.cli.resolvers import conf_dir
 from tests.support.composing import composed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.runs.cli import plan
-from skyrl_train.runs.cli.preflight import preflight
+from skyrl_train.runs.cli.command_line import preflight
 
 RL = """# @package _global_
 trainer:

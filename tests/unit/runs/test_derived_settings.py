@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.derived import Situation
 from skyrl_train.config.rules import validate_config
-from skyrl_train.runs.cli import derived as resolver
+from skyrl_train.runs.cli import resolvers as resolver
 from skyrl_train.runs.cli.composition import load_node
 from skyrl_train.trainers.checkpoints import flat_config
 from tests.support.composing import composed

@@ -12,7 +12,7 @@ import pytest
 from scripts.make_migration_page import PAGE, with_tables
 from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.fields import TRAINERS, peer_rows, remedy_for_unknown, walk
-from skyrl_train.runs.cli.preflight import preflight
+from skyrl_train.runs.cli.command_line import preflight
 
 EXISTING = {field.path for schema in (Config, SFTConfig) for field in walk(schema)}
 PEER_NAMES = {name: here for here in peer_rows() for names in here.names.values() for name in names}

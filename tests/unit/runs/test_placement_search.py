@@ -28,11 +28,10 @@ from skyrl_train.plan.forms import (
     layouts,
     micro_batch_sizes,
     rollout_s,
-    step_work,
     update_on,
 )
 from skyrl_train.plan.memory import plan_memory, positions_that_fit, recomputing
-from skyrl_train.runs.cli.auto_placement import place
+from skyrl_train.runs.cli.placement import place
 from skyrl_train.runs.cli.placement_search import Search, even_nodes, sizes_of
 from skyrl_train.runs.cli.plan import main as plan_main
 from skyrl_train.system import Devices
@@ -154,7 +153,7 @@ def test_rows_of_a_small_mini_batch_divide_over_the_ranks_that_are_chosen() -> N
 
 def test_recomputing_is_left_out_where_all_layers_fit() -> None:
     model, strategy = ScaledModel.named("Qwen2.5-0.5B"), StrategyConfig(name="fsdp2")
-    work = step_work(gpu_config("model.path=Qwen2.5-0.5B"))
+    work = Search(gpu_config("model.path=Qwen2.5-0.5B"), Devices()).work
     again, kept = (best_update(model, strategy, 8, work, Device(), recomputed=each) for each in (True, False))
     assert again is not None
     assert kept is not None
@@ -182,7 +181,7 @@ def test_a_choice_takes_less_than_five_seconds_where_the_model_was_traced(nodes:
 # All forms
 
 
-WORK = step_work(gpu_config(CLUSTER))
+WORK = Search(gpu_config(CLUSTER), Devices()).work
 """Of the one task that all cases have."""
 MODELS = (
     "Qwen2.5-0.5B",

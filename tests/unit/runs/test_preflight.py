@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.runs.cli.preflight import preflight
+from skyrl_train.runs.cli.command_line import preflight
 
 
 @pytest.fixture(autouse=True)

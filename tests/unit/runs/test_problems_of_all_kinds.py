@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.runs.cli.preflight import preflight
+from skyrl_train.runs.cli.command_line import preflight
 
 
 def told(capsys: pytest.CaptureFixture[str], root: str, *arguments: str) -> dict[str, str]:

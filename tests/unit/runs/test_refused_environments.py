@@ -10,8 +10,8 @@ import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.runs.cli import plan
+from skyrl_train.runs.cli.command_line import preflight
 from skyrl_train.runs.cli.machine import task_violations
-from skyrl_train.runs.cli.preflight import preflight
 
 PYTHON = os.environ.get("SKYRL_TRAIN_ADAPTERS_PYTHON", "")
 needs_gymnasium = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")

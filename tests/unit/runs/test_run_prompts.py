@@ -16,7 +16,7 @@ from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import DataError
 from skyrl_train.runs import load_data
-from skyrl_train.runs.construction.sft_data import load_sft_data
+from skyrl_train.runs.sft import load_sft_data
 from tests.support.tool_cases import ADD, model_with_tools
 from tests.support.vision_runs import png
 

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_train.config import SFTConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.runs.construction.sft_data import SFTData, build_stream, load_sft_data, plan_sft
+from skyrl_train.runs.sft import SFTData, build_stream, load_sft_data, plan_sft
 from tests.support.sft_cases import chat, write_jsonl
 
 

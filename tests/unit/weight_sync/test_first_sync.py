@@ -116,4 +116,5 @@ def test_a_version_is_known_before_the_first_engine_answers_with_it(tmp_path: Pa
     ],
 )
 def test_a_probe_that_nobody_asked_for_allows_what_rounding_makes(changes: dict[str, Any], expected: float) -> None:
-    assert tolerance(Config(**changes)) == expected
+    config = Config(**changes)
+    assert tolerance(config.generator, config.model, config.platform) == expected

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.config.models import LoraConfig
+from skyrl_train.config.models import GeneratorConfig, LoraConfig
 from skyrl_train.distributed import SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import EngineError
@@ -21,7 +21,7 @@ from skyrl_train.inference import Decoder, HFEngine
 from skyrl_train.model.lora import adapter_tensors, add_adapter
 from skyrl_train.types import SamplingParams
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.probe import ProbeSettings, WeightSyncProbe
+from skyrl_train.weight_sync.probe import WeightSyncProbe
 from skyrl_train.weight_sync.receiver import UpdatableEngine, WholeWeights
 from skyrl_train.weight_sync.sender import RankSender
 from skyrl_train.weight_sync.transport import Probed
@@ -32,9 +32,6 @@ from tests.support.moe_cases import make_moe
 Weights = dict[str, Tensor]
 Fault = Callable[[Weights, Weights], Weights]
 """What an engine loads of what is sent, and of what it was sent first."""
-SETTINGS = ProbeSettings(
-    seed=1, vocabulary=60, vocabulary_size=60, max_context_length=64, temperature=1.0, tolerance=0.5, model="tiny"
-)
 
 
 class OtherEngine(WholeWeights):
@@ -49,7 +46,16 @@ class Run:
         kinds = (WholeWeights, OtherEngine)
         self.engines = [kind(each.generate, loader(each, fault)) for kind, each, fault in zip(kinds, engines, faults)]
         endpoint = LocalEndpoint[UpdatableEngine](*self.engines)
-        self.probe = WeightSyncProbe(lambda: endpoint, DeviceSharing(), SETTINGS)
+        self.probe = WeightSyncProbe(
+            lambda: endpoint,
+            DeviceSharing(),
+            GeneratorConfig(max_context_length=64),
+            seed=1,
+            vocabulary=60,
+            vocabulary_size=60,
+            tolerance=0.5,
+            model="tiny",
+        )
         self.probe(self.weights(), -1)
 
     def weights(self) -> ModelWeights:

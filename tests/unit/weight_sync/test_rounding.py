@@ -88,12 +88,12 @@ def test_a_gpus_vllm_computes_in_fp8_and_others_with_rounded_weights() -> None:
     gpu = PlatformConfig(name="gpu", device="cuda:0")
     config = replace(with_quantization(backend="vllm", quantization="fp8"), platform=gpu)
     settings = vllm_settings(engine_settings(config))
-    assert (settings.arguments["quantization"], settings.rounding) == ("fp8_per_channel", "none")
+    assert (settings.arguments["quantization"], settings.engine.rounding) == ("fp8_per_channel", "none")
     for other in (replace(config, platform=PlatformConfig()), with_quantization(backend="vllm")):
         settings = vllm_settings(engine_settings(other))
         assert "quantization" not in settings.arguments
-        assert settings.rounding == other.generator.quantization
-    assert tolerance(config) == math.inf
+        assert settings.engine.rounding == other.generator.quantization
+    assert tolerance(config.generator, config.model, config.platform) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,33 @@
     supervised                    a rank a GPU, sharded over all
     a run that goes on            the form that it recorded, where the GPUs are as many
 
-Neither torch nor Ray is imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray
+Then what depends on the memory of a device, and what is wrong with a configuration that is placed. Neither torch nor Ray is
+imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray
 counts. What cannot fit is refused by name with settings for which the same prediction says that it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
-from skyrl_train.config import AnyConfig, Config, SFTConfig
+from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
 from skyrl_train.config.derived import gpus_needed, layout_of
+from skyrl_train.config.door import Loaded
+from skyrl_train.config.fields import Rule, is_refused
 from skyrl_train.config.models import ROLES, PlacementConfig
-from skyrl_train.errors import ConfigError, Violation, counted
-from skyrl_train.runs.cli.derived import recorded_settings
+from skyrl_train.config.rules import run_rules, validate_config, with_sound_sizes
+from skyrl_train.data.sources import fetch_config
+from skyrl_train.errors import ConfigError, ModelError, Violation, counted
+from skyrl_train.model.sizes import read_architecture
+from skyrl_train.plan.memory import kept_together, recomputing, shares_gpus, without_recomputing
 from skyrl_train.runs.cli.placement_search import ASSUMED_MEMORY_GB, Search, chosen, even_nodes, sizes_of
+from skyrl_train.runs.cli.resolvers import recorded_settings
 from skyrl_train.system import Devices, local_devices
 
+_ELSEWHERE = "try platform=cpu, or placement.ray_address=auto on a node of a cluster"
 _COUNT_TIMEOUT_S = 30.0
 """Deadline of joining a cluster to count its GPUs."""
 
@@ -69,7 +78,9 @@ def place(config: AnyConfig, devices: Devices | None = None, *, training: bool =
     if violations := list(_stated(config.placement)):
         raise ConfigError(violations)
     if config.platform.name == "cpu":
-        return _on_cpu(config)
+        engines = isinstance(config, Config) and config.generator.has_own_devices
+        backend = "ray" if engines or config.placement.ray_address else "inline"
+        return replace(config, placement=chosen(config.placement, backend=backend))
     devices = devices or find_devices(config.placement)
     if not devices.num_gpus:
         raise ConfigError([_no_gpu(config.placement, devices)])
@@ -88,30 +99,19 @@ def _stated(placement: PlacementConfig) -> Iterator[Violation]:
         value = getattr(placement, name)
         derived = name.endswith("num_workers") and getattr(placement, name.replace("workers", "gpus_per_node"))
         if value != getattr(default, name) and not derived:
-            yield Violation(
-                field=f"placement.{name}",
-                rule="is chosen with placement=auto",
-                value=repr(value),
-                remedy=f"add placement=ray to state it, or drop placement.{name}",
-            )
+            remedy = f"add placement=ray to state it, or drop placement.{name}"
+            yield Violation.of(f"placement.{name}", value, "is chosen with placement=auto", remedy)
 
 
 def _no_gpu(placement: PlacementConfig, devices: Devices) -> Violation:
-    where = "try platform=cpu, or placement.ray_address=auto on a node of a cluster"
     return Violation(
         field="placement.auto",
         rule=f"must have GPUs to choose for: {devices.source}",
         value="0 GPUs",
         remedy="state what is still to come: placement.num_gpus=8 placement.wait_for_nodes_s=600"
         if placement.ray_address
-        else where,
+        else _ELSEWHERE,
     )
-
-
-def _on_cpu(config: AnyConfig) -> AnyConfig:
-    engines = isinstance(config, Config) and config.generator.has_own_devices
-    backend = "ray" if engines or config.placement.ray_address else "inline"
-    return replace(config, placement=chosen(config.placement, backend=backend))
 
 
 def _supervised(config: SFTConfig, devices: Devices) -> SFTConfig:
@@ -154,16 +154,15 @@ def _as_recorded(config: Config, devices: Devices) -> Config | None:
     return found if gpus_needed(found) == nodes * per_node else None
 
 
-def _gpus_of_sft(config: SFTConfig) -> int:
-    return layout_of(config).num_gpus if config.placement.backend == "ray" else int(config.platform.on_gpu)
-
-
 def room_violations(config: AnyConfig) -> Iterator[Violation]:
     """A placement, chosen or stated, that needs more GPUs than this machine has for a run of its own."""
     placement = config.placement
     if placement.auto or placement.ray_address or config.platform.name == "cpu":
         return
-    needed = _gpus_of_sft(config) if isinstance(config, SFTConfig) else gpus_needed(config)
+    if isinstance(config, Config):
+        needed = gpus_needed(config)
+    else:
+        needed = layout_of(config).num_gpus if placement.backend == "ray" else int(config.platform.on_gpu)
     if needed == 1 and placement.backend == "inline":  # a matter of `platform.device`
         return
     devices = local_devices()
@@ -174,8 +173,42 @@ def room_violations(config: AnyConfig) -> Iterator[Violation]:
             value=counted(needed, "GPU"),
             remedy="try placement=auto, or placement.ray_address=auto on a node of a cluster"
             if devices.num_gpus
-            else "try platform=cpu, or placement.ray_address=auto on a node of a cluster",
+            else _ELSEWHERE,
         )
+
+
+def rule_violations(config: AnyConfig, *, refused: Collection[str] = ()) -> list[Violation]:
+    """Return what breaks rules between settings; `refused` as in `validate_config`."""
+    validate = validate_sft if isinstance(config, SFTConfig) else validate_config
+    return validate(config, refused=refused)  # type: ignore[arg-type]
+
+
+def violations_here(
+    loaded: Loaded[AnyConfig], machine_rules: Sequence[Rule] | None, *, trains: bool
+) -> list[Violation]:
+    """Return the violations of names and types, then of rules between fields and of what is on this machine, with the
+    placement that is chosen here. Without `machine_rules` rules are left to the caller, and those between fields are named
+    beside a refused value alone. `trains`: as `training` of `place`."""
+    config, refused = loaded.config, loaded.refused
+
+    def of_settings() -> list[Violation]:
+        """What is wrong with single settings, with remedies that go with the others."""
+        if isinstance(config, SFTConfig):
+            return list(loaded.violations)
+        return with_sound_sizes(loaded.violations, config, refused=refused)
+
+    if machine_rules is None:
+        return [*of_settings(), *rule_violations(config, refused=refused)] if refused else []
+    found: list[Violation] = []
+    try:
+        config = place(config, training=trains)
+    except ConfigError as error:
+        found += [violation for violation in error.violations if violation.field not in refused]
+        # What is left to choose stays out of the rules.
+        refused = refused | {"placement"}
+    found = [*of_settings(), *found, *rule_violations(config, refused=refused)]
+    found += run_rules(config, machine_rules, refused)
+    return found if is_refused("placement", refused) else [*found, *room_violations(config)]
 
 
 def place_for_plan(config: Config) -> tuple[Config, Devices, list[str]]:
@@ -210,3 +243,89 @@ def place_for_plan(config: Config) -> tuple[Config, Devices, list[str]]:
     if auto and sizes_of(config) is not None:
         config = replace(config, plan=replace(config.plan, device_memory_gb=devices.memory_gb))
     return config, found, notes
+
+
+C = TypeVar("C", Config, SFTConfig, AnyConfig)
+
+_CHECKPOINTING, _OFFLOAD = "model.gradient_checkpointing", "placement.offload"
+_ENGINE_SHARE = "generator.vllm.gpu_memory_utilization"
+
+
+def settle(config: C) -> C:
+    """Return the config of a run that trains, with its placement chosen and nothing left at `auto` that depends on the
+    memory of a device. Raises ConfigError where no placement can be chosen."""
+    memory_gb = 0.0
+    if config.platform.name == "gpu":  # nothing is assumed here: what does not fit would fail in the run
+        memory_gb = config.placement.gpu_memory_gb or local_devices().memory_gb
+    return with_memory_settings(place(config), memory_gb)
+
+
+def with_memory_settings(config: C, memory_gb: float, announce: Callable[[str], object] = lambda _: None) -> C:
+    """Return the config, whose placement is chosen, with `model.gradient_checkpointing` and `placement.offload` as they were
+    recorded, or as they follow from a device of `memory_gb`, 0 where that is not known; `derived` says why. `announce`: as
+    in `plan_memory`."""
+    if "auto" not in (config.model.gradient_checkpointing, config.placement.offload):
+        return config
+    trainer = config.trainer
+    config = _with_recorded_memory(
+        config, recorded_settings(trainer.resume_mode, trainer.resume_path, config.output_dir)
+    )
+    if config.platform.name == "cpu":  # what shares a CPU goes on as it did
+        return _decided(config, checkpointing=False)
+    if trainer.sizes_itself and trainer.memory_budget_gb:
+        memory_gb = min(memory_gb or math.inf, trainer.memory_budget_gb * (1 << 30) / 1e9)
+    lines: list[str] = []
+    try:
+        if memory_gb:
+            _fetch_architecture(config)
+            if config.model.gradient_checkpointing == "auto":
+                config, why = without_recomputing(config, memory_gb, announce)
+                lines.append(why)
+            if isinstance(config, Config) and _leaves_open(config):
+                config, why = kept_together(config, memory_gb, announce)
+                lines.append(why)
+    except ModelError:  # nothing is known of a model whose step cannot be traced
+        pass
+    if config.model.gradient_checkpointing == "auto":
+        lines.append("recomputes activations: nothing is known here of the model, or of the memory of a device")
+    config = _decided(config, checkpointing=True)
+    return replace(config, derived=(*config.derived, *(f"memory      {line}" for line in lines)))
+
+
+def _leaves_open(config: AnyConfig) -> bool:
+    return config.placement.offload == "auto" and shares_gpus(config)
+
+
+def _decided(config: C, *, checkpointing: bool) -> C:
+    """Return the config with what is still at auto: `checkpointing`, and models that leave GPUs that they share."""
+    if config.model.gradient_checkpointing == "auto":
+        config = recomputing(config, checkpointing)
+    if _leaves_open(config):
+        config = replace(config, placement=replace(config.placement, offload=True))
+    return config
+
+
+def _with_recorded_memory(config: C, record: Mapping[str, Any]) -> C:
+    recorded = record.get(_CHECKPOINTING)
+    if config.model.gradient_checkpointing == "auto" and isinstance(recorded, bool):
+        config = recomputing(config, recorded)
+    # Before it was a setting all left.
+    offload = record.get(_OFFLOAD, True if record else None)
+    if _leaves_open(config) and isinstance(offload, bool):
+        config = replace(config, placement=replace(config.placement, offload=offload))
+        if isinstance(config, Config) and not offload:
+            vllm = config.generator.vllm
+            share = min(vllm.gpu_memory_utilization, float(record.get(_ENGINE_SHARE, 1.0)))
+            vllm = replace(vllm, gpu_memory_utilization=share)
+            config = replace(config, generator=replace(config.generator, vllm=vllm))
+    return config
+
+
+def _fetch_architecture(config: AnyConfig) -> None:
+    """Have the config of the policy's model here, where it can be had."""
+    stands_in = config.plan.architecture if isinstance(config, Config) else ""
+    path, revision = stands_in or config.model.path, config.model.revision
+    try:
+        read_architecture(path, revision=revision)
+    except ModelError:
+        fetch_config(path, revision=revision)
