@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from skyrl_train.batch.layouts import CostModel
     from skyrl_train.config.derived import LearnerSettings
     from skyrl_train.config.fields import LayoutChoice
-    from skyrl_train.learner import CriticLearner, PolicyLearner
+    from skyrl_train.learner import CriticLearner
     from skyrl_train.learner.memory import SizingLimits, SizingReport
 
 Scores = NDArray[np.float32]

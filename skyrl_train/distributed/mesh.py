@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyrl_train.config.models import MeshSizes
 from skyrl_train.distributed.process_group import as_default_group
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T", bound=Tensor)
 Axis = Literal["replicate", "shard", "tensor", "sequence", "expert", "same_experts"]

@@ -43,7 +43,7 @@ from skyrl_train.parts import MODEL_LOADERS
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 BUILTIN = "builtin:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

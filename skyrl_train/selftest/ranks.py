@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from skyrl_train.selftest.fixtures import (
 )
 from skyrl_train.weight_sync import Export, WeightGroup, import_copy
 from skyrl_train.weights import checksum_of, pack
-
-if TYPE_CHECKING:
-    from skyrl_train.batch.steps import MiniBatch
 
 _TIMEOUT_S = 120.0
 _NUM_WORDS = 1 << 20

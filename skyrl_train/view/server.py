@@ -29,9 +29,7 @@ from skyrl_train.view.export import write_report
 from skyrl_train.view.filters import NotThereError
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
 _HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})

@@ -8,14 +8,7 @@ if TYPE_CHECKING:
     from skyrl_train.data.sft.examples import Loaded, load_examples
     from skyrl_train.data.sft.loader import AsyncBatchCollator
     from skyrl_train.data.sft.step_stream import EpochOrder, StepStream, by_documents, by_rows, by_tokens
-    from skyrl_train.data.sft.token_store import (
-        ExampleSet,
-        Ints,
-        SourcePart,
-        TokenStore,
-        default_folder,
-        store_of,
-    )
+    from skyrl_train.data.sft.token_store import ExampleSet, Ints, SourcePart, TokenStore, store_of
 
 __all__ = [
     "AsyncBatchCollator",
@@ -32,7 +25,6 @@ __all__ = [
     "by_documents",
     "by_rows",
     "by_tokens",
-    "default_folder",
     "example_batch",
     "load_examples",
     "store_of",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from skyrl_train.batch.layouts import PositionGroup, Segment
 from skyrl_train.model.layers.joined_attention import Parts, all_parts
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK, MAX_BLOCKS = 128, 1024
 """Positions of a block, doubled until a forward has at most so many blocks."""

@@ -37,7 +37,6 @@ from skyrl_train.weights import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from skyrl_train.model.files import ScorerSettings
-    from skyrl_train.runs.construction.engines import Engines, device_sharing, request_gate, weight_sync
 
 _SLOWEST_LOAD = 50e6
 """Bytes a second at which weights arrive at least: from a busy network file system, or from the hub."""
