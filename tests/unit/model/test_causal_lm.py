@@ -42,12 +42,10 @@ def copy(tmp_path: Path) -> Path:
 @pytest.fixture
 def offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A hub whose every request fails at once, and an empty cache."""
-    import huggingface_hub
-
     def refuse(repo_id: str, **_: object) -> str:
         raise ConnectionError("Name or service not known\nand a second line")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr("skyrl_train.model.causal_lm.snapshot_download", refuse)
     monkeypatch.setattr(causal_lm, "is_reachable", lambda: True)
     monkeypatch.setattr(causal_lm, "problem_of", lambda name, *, dataset: "")
 
@@ -118,13 +116,11 @@ def test_a_hub_name_without_network_fails_at_once_and_says_why(offline_hub: None
 
 
 def test_a_cached_hub_model_needs_no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
     def cached_only(repo_id: str, *, local_files_only: bool = False, **_: object) -> str:
         assert local_files_only
         return str(folder)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached_only)
+    monkeypatch.setattr("skyrl_train.model.causal_lm.snapshot_download", cached_only)
     assert resolve_model_path("some-owner/some-model") == folder
 
 
