@@ -49,7 +49,7 @@ class Piece:
     """What the step waits for."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=5)
@@ -64,15 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="bfloat16, dense; default: H100 SXM")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that an update reaches")
     parser.add_argument("--reference", action="store_true", help="the step scores a reference model too")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    return parser.parse_args(argv)
+
+
+def rollouts_of(args: argparse.Namespace) -> RolloutBatch:
+    """Return made-up rollouts of the stated sizes."""
     draw = np.random.default_rng(0)
-    rollouts = make_rollouts(
+    return make_rollouts(
         *(args.prompts, args.samples, args.turns, args.tokens_per_sequence),
         ids=lambda count: draw.integers(0, VOCABULARY, count, dtype=np.int32),
         text=lambda ids: "word " * len(ids),
         logprobs=lambda count: -draw.random(count, dtype=np.float32),
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(1)
+    rollouts = rollouts_of(args)
     generation_s, update_s = step_seconds(args, rollouts)
     clock = time.process_time if args.cpu_time else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:

@@ -26,6 +26,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 
@@ -272,7 +273,7 @@ def main() -> int:
     known = {Mutant(**{name: each[name] for name in Mutant.__dataclass_fields__}) for each in done}
     left = [mutant for mutant in mutants if mutant not in known]
     for name in _HEAVY:
-        __import__(name)
+        import_module(name)
     tests = Tests(args.data)
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         workers = []

@@ -231,7 +231,7 @@ def test_a_stream_feeds_every_kind_of_training(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"generator": {"backend": "replay"}}, "generator.backend"),
+        ({"generator": {"backend": "replay"}}, "trainer.max_staleness"),
         ({"generator": {"backend": "vllm"}, "placement": {"colocate_all": True}}, "placement.colocate_all"),
         ({"generator": {"backend": "vllm"}, "platform": {"name": "gpu"}}, "placement.backend"),
         ({"trainer": {"oversample": 1.5}}, "trainer.stale_groups"),

@@ -16,7 +16,7 @@ def test_the_step_is_calculated_from_the_stated_speeds():
         [*SMALL, "--turns=1", "--parameters=1e9", "--gpus=2", "--generated-tokens-per-s-per-gpu=160"]
     )
     args.peak_tflops, args.mfu = 1.0, 0.5
-    rollouts = controller.make_rollouts(args)
+    rollouts = controller.rollouts_of(args)
     generation_s, update_s = controller.step_seconds(args, rollouts)
     assert generation_s == pytest.approx(8 * 40 / (2 * 160))
     assert update_s == pytest.approx(8 * 1e9 * 8 * 50 / (2 * 1e12 * 0.5))

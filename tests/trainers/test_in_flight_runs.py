@@ -85,15 +85,20 @@ def build_declared(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceE
 @pytest.mark.parametrize(
     ("changes", "backend", "field", "message"),
     [
-        ({"max_staleness": 0}, "hf", "in_flight_updates", "trainer.max_staleness=0 has none"),
-        ({}, "http", "in_flight_updates", "tokens; http does not"),
+        ({"max_staleness": 0}, "hf", "in_flight_updates", "does nothing with trainer.max_staleness=0"),
+        ({}, "http", "in_flight_updates", "does nothing with http: it takes no weights between two tokens"),
         (
             {},
             "test_in_flight_runs:build_custom",
             "in_flight_updates",
-            "tokens; test_in_flight_runs:build_custom does not",
+            "with test_in_flight_runs:build_custom: it takes no weights between two tokens",
         ),
-        ({"in_flight_updates": False, "in_flight_cache": "keep"}, "hf", "in_flight_cache", "is not read"),
+        (
+            {"in_flight_updates": False, "in_flight_cache": "keep"},
+            "hf",
+            "in_flight_cache",
+            "does nothing with trainer.in_flight_updates=false",
+        ),
     ],
 )
 def test_what_an_update_in_flight_needs_is_asked_for_by_name(

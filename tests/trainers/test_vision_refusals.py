@@ -43,13 +43,13 @@ WITH_IMAGES = "where prompts have images"
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("gemma", {"trainer.layout": "packed"}, rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got packed"),
+        ("gemma", {"trainer.layout": "packed"}, rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got 'packed'"),
         ("gemma", {"trainer.layout": "prefix_shared"}, rf"trainer\.layout: must be padded {OF_THE_FAMILY}"),
-        ("gemma", {"trainer.layout": "auto"}, rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got auto"),
+        ("gemma", {"trainer.layout": "auto"}, rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got 'auto'"),
         ("gemma", {"strategy.sequence_parallel_size": 2}, rf"sequence_parallel_size: must be 1 {OF_THE_FAMILY}; got 2"),
-        ("gemma", {"generator.backend": "vllm"}, rf"generator\.backend: must be hf {OF_THE_FAMILY}; got vllm"),
-        ("gemma", {"generator.backend": "http"}, rf"generator\.backend: must be hf {OF_THE_FAMILY}; got http"),
-        ("qwen", {"generator.backend": "vllm"}, rf"generator\.backend: needs torchvision {WITH_IMAGES}.*; got vllm"),
+        ("gemma", {"generator.backend": "vllm"}, rf"generator\.backend: must be hf {OF_THE_FAMILY}; got 'vllm'"),
+        ("gemma", {"generator.backend": "http"}, rf"generator\.backend: must be hf {OF_THE_FAMILY}; got 'http'"),
+        ("qwen", {"generator.backend": "vllm"}, rf"generator\.backend: needs torchvision {WITH_IMAGES}.*; got 'vllm'"),
         ("qwen", {"generator.agent_loop": "agent"}, rf"generator\.agent_loop: must be multi_turn {WITH_IMAGES}"),
         ("qwen", {"critic.model.path": "builtin:tiny_qwen2"}, rf"critic\.model\.path: must be empty {WITH_IMAGES}"),
         (
@@ -61,7 +61,7 @@ WITH_IMAGES = "where prompts have images"
         (
             "qwen",
             {"generator.backend": "vllm", "generator.vllm.lora_sync": "adapter", "model.lora.rank": 2},
-            rf"generator\.vllm\.lora_sync: must be merged {WITH_IMAGES}.*; got adapter",
+            rf"generator\.vllm\.lora_sync: must be merged {WITH_IMAGES}.*; got 'adapter'",
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_part_that_does_not_read_images_is_refused(
 @pytest.mark.parametrize("layout", ["packed", "auto"])
 def test_supervised_rows_of_gemma_are_padded(folder: Path, tmp_path: Path, layout: str) -> None:
     settings = sft_settings(str(folder / "gemma"), str(folder / "rows" / "told.jsonl")) | {"trainer.layout": layout}
-    with pytest.raises(ConfigError, match=rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got {layout}"):
+    with pytest.raises(ConfigError, match=rf"trainer\.layout: must be padded {OF_THE_FAMILY}; got '{layout}'"):
         runs.train_sft(sft_config(tmp_path / "run", settings))
 
 

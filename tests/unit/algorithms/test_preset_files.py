@@ -10,7 +10,7 @@ from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.losses.policy import POLICY_LOSSES
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig, OffPolicyConfig, needs_critic, needs_reference
-from skyrl_train.config.rules import ALGORITHM_RULES, run_rules, validate_config
+from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import Violation
 from skyrl_train.runs.cli import HYDRA_VERSION_BASE, load_node, register_resolvers
 
@@ -19,7 +19,8 @@ PRESETS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 
 
 def violations_of(algorithm: AlgorithmConfig) -> list[Violation]:
-    return list(run_rules(Config(trainer=TrainerConfig(algorithm=algorithm)), ALGORITHM_RULES))
+    config = Config(trainer=TrainerConfig(algorithm=algorithm))
+    return [each for each in validate_config(config) if each.field.startswith("trainer.algorithm")]
 
 
 @cache

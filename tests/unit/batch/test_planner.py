@@ -248,6 +248,6 @@ def test_a_planner_that_reads_the_memory_budget_needs_one_and_any_other_takes_no
     assert "memory_budget_gb: must be given with trainer.micro_batching=test_planner:greedy(most=3)" in told_so
     plain = {"_target_": "test_planner:as_told", "forwards": []}
     (told_so,) = messages(micro_batching=plain, memory_budget_gb=1.0)
-    assert 'a custom planner declares @reads("memory_budget")' in told_so
+    assert 'a custom one declares @reads("memory_budget")' in told_so
     (told_so,) = messages(micro_batching={"_target_": "test_planner:greedy", "mots": 3}, memory_budget_gb=1.0)
     assert "Did you mean 'most'?" in told_so

@@ -61,7 +61,7 @@ def test_sizes_of_groups_that_fit_are_accepted() -> None:
     [
         ({"fsdp_size": 3}, {}, "must divide placement.policy_num_workers=8; got 3. Try strategy.fsdp_size=2 or"),
         ({"fsdp_size": 1}, {}, "must be more than 1: ranks that each hold the whole model are strategy=ddp"),
-        ({"fsdp_size": 2, "name": "ddp"}, {}, "is read by strategy=fsdp2 alone"),
+        ({"fsdp_size": 2, "name": "ddp"}, {}, "is for strategy=fsdp2, and does nothing with ddp"),
         ({"fsdp_size": 2, "sequence_parallel_size": 4}, {}, "must be a multiple of strategy.sequence_parallel_size=4"),
         (
             {"fsdp_size": 4},
@@ -91,7 +91,7 @@ def test_sizes_of_ranks_with_parts_of_matrices_that_fit_are_accepted() -> None:
             {"name": "ddp"},
             {},
             {},
-            "strategy.tensor_parallel_size: must be 1 with strategy=ddp; got 2. Add strategy=fsdp2",
+            "strategy.tensor_parallel_size: is for strategy=fsdp2, and does nothing with ddp; got 2. Add strategy=fsdp2",
         ),
         (
             {"sequence_parallel_size": 2},

@@ -56,7 +56,7 @@ def test_predicted_peaks_are_within_a_few_percent_of_measured_ones(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
-    from memory_predict import CASES, predictions
+    from memory import CASES, predictions
 
     (case,) = (case for case in CASES if case.name == name)
     for found in predictions(replace(case, rows=(3,)), tmp_path / "model"):
