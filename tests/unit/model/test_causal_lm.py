@@ -42,6 +42,7 @@ def copy(tmp_path: Path) -> Path:
 @pytest.fixture
 def offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A hub whose every request fails at once, and an empty cache."""
+
     def refuse(repo_id: str, **_: object) -> str:
         raise ConnectionError("Name or service not known\nand a second line")
 
