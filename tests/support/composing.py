@@ -16,7 +16,7 @@ from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from skyrl_train.runs.cli import HYDRA_VERSION_BASE, Composer, conf_dir, register_resolvers
 
@@ -44,7 +44,7 @@ def presets_composed_once() -> Iterator[None]:
     def defaults_list(*, repo: Any, config_name: str, overrides_list: Any, **others: Any) -> DefaultsList:
         stated = Overrides(repo=repo, overrides_list=overrides_list)
         chosen = (stated.override_choices, stated.override_metadata, stated.append_group_defaults, stated.deletions)
-        key = repr((config_name, others, chosen, _sources(repo)))
+        key = repr((config_name, others, chosen, _sources(repo), _platform()))
         if key not in lists:
             lists[key] = create_list(repo=repo, config_name=config_name, overrides_list=overrides_list, **others)
         found = copy.copy(lists[key])
@@ -82,6 +82,12 @@ def presets_composed_once() -> Iterator[None]:
         mock.patch.object(omegaconf.base, "parse", functools.cache(omegaconf.base.parse)),
     ):
         yield
+
+
+def _platform() -> str:
+    """Return the platform that a root looks for, which chooses the groups that nothing states."""
+    name: str = OmegaConf.create({"name": "${detect_platform:}"}).name
+    return name
 
 
 def _sources(repository: Any) -> list[tuple[str, str]]:
