@@ -79,7 +79,7 @@ SMOKE = [
 """Arguments of each program, and what it then prints."""
 NEEDS = {"engine_front": "vllm", "lora_sync": "vllm", "sampler": "vllm", "sft_vs_trl": "trl"}
 MISSED = {"controller", "rollout_store"}
-"""Whose targets are not met at these sizes, so that they end with status 1."""
+"""Whose targets are for other sizes: on most machines these miss them, and the status is 1."""
 PARTS = {"harness", "step_trl", "synthetic_rollouts"} | {
     f"update_{part}" for part in ("checks", "device", "head", "openrlhf", "ours", "peers", "trl", "verl", "work")
 }
@@ -114,7 +114,7 @@ def test_a_benchmark_runs(words: str, said: str, tmp_path: Path) -> None:
     places = {"folder": str(tmp_path), "run": str(tmp_path / "run"), "data": str(data)}
     start = ["-m", "scripts.bench.engine_front"] if name == "engine_front" else [str(BENCH / program)]
     found = run(*start, *(each.format(**places) for each in arguments), "--json", str(tmp_path / "found.jsonl"))
-    assert found.returncode == (1 if name in MISSED else 0), found.stdout[-3000:] + found.stderr[-3000:]
+    assert found.returncode in ((0, 1) if name in MISSED else (0,)), found.stdout[-3000:] + found.stderr[-3000:]
     assert re.search(said, found.stdout), found.stdout
     first, *_ = map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())
     assert "cores" in first["machine"]
