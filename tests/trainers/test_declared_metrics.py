@@ -46,7 +46,7 @@ def test_runs_that_filter_log_what_is_declared(dynamic_sampling: Any, tmp_path: 
         config.trainer.algorithm.filters,
         dynamic_sampling=dynamic_sampling,
         dynamic_sampling_max_batches=30,
-        replace_min_share=0.1,
+        **({"replace_min_share": 0.1} if dynamic_sampling == "replace" else {}),
         zero_variance=dynamic_sampling == "filter",
         overlong=True,
         overlong_soft_share=0.5,
