@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 from skyrl_train import runs
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.objects import has_object, named_part, named_rows
-from skyrl_train.runs import RunResult
+from skyrl_train.runs import RunResult, cli
 from skyrl_train.system.files import cache_folder
 
 if TYPE_CHECKING:
@@ -58,15 +58,13 @@ def load_config(*overrides: str, settings: Mapping[str, object] = _NOTHING, sft:
 
     Without `output_dir` each call chooses a fresh folder. Raises ConfigError with all that is wrong.
     """
-    from skyrl_train.runs.cli import as_override, checked_config
-
     plain = {name: _plain(value, name) for name, value in settings.items()}
     here = [name for name, value in plain.items() if has_object(value)]
     is_chosen = any(text.lstrip("+").startswith(f"{_ISOLATION}=") for text in overrides)
     if any(name.startswith("environment.") for name in here) and not is_chosen:
         plain.setdefault(_ISOLATION, "thread")
-    arguments = [*overrides, *(as_override(name, value) for name, value in plain.items())]
-    config = checked_config(arguments, config_name="sft" if sft else "config")
+    arguments = [*overrides, *(cli.as_override(name, value) for name, value in plain.items())]
+    config = cli.checked_config(arguments, config_name="sft" if sft else "config")
     if violations := [*_elsewhere(config, here, plain)]:
         raise ConfigError(violations)
     return config
@@ -139,9 +137,7 @@ def _stored_tokenizer(tokenizer: Any) -> str:
 
 def _elsewhere(config: AnyConfig, here: list[str], plain: Mapping[str, object]) -> Iterator[Violation]:
     """Yield what this process alone has, and actors would have to call."""
-    from skyrl_train.runs.cli import place
-
-    if place(config).placement.backend == "ray":
+    if cli.place(config).placement.backend == "ray":
         for name in here:
             if not name.startswith(_LOCAL):
                 rule = "must be importable with placement=ray, whose actors are other processes"

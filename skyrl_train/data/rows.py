@@ -224,7 +224,6 @@ def read_csv(location: str) -> Iterator[Row]:
 
 def read_parquet(location: str) -> Iterator[Any]:
     """The reader `parquet`: one file, a row group at a time."""
-    import pyarrow
     import pyarrow.parquet
 
     try:
@@ -236,7 +235,6 @@ def read_parquet(location: str) -> Iterator[Any]:
 
 def read_arrow(location: str) -> Iterator[Any]:
     """The reader `arrow`: one file, a stream (as `Dataset.save_to_disk` writes it) or with a footer (Feather)."""
-    import pyarrow
     import pyarrow.ipc
 
     try:
