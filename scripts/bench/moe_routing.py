@@ -13,16 +13,22 @@ models score experts further apart than random ones, and have more layers in whi
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 
+from skyrl_train.config import Config
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.model import load_tokenizer, quiet_transformers
+from skyrl_train.runs import train
+from skyrl_train.telemetry import read_metrics
 
 TOKENIZER = "builtin:tiny_qwen2"
 SHOWN = {
@@ -60,24 +66,56 @@ def save_mixture(folder: Path, args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def step_of(folder: Path, args: argparse.Namespace, *settings: str) -> dict[str, Any]:
-    """The metrics of the one step of a run with the mixture beside `folder`."""
-    prompts = args.rollouts // 2
-    records = harness.trained(
-        folder,
-        *("platform=cpu", "tracker.console.enabled=false", "trainer.layout=padded", "environment.isolation=thread"),
-        *(f"model.path={folder.parent / 'model'}", f"model.dtype={args.dtype}", "data.validation=[]"),
-        *("generator.n_samples_per_prompt=2", f"generator.sampling.max_generate_length={args.length}"),
-        *(f"trainer.train_batch_size={prompts}", f"trainer.policy_mini_batch_size={prompts}"),
-        *(f"trainer.critic_mini_batch_size={prompts}", "trainer.total_steps=1", "trainer.eval_before_train=false"),
-        *("trainer.ckpt_interval=0", "trainer.export_hf=false", "trainer.policy.optimizer.lr=1e-6"),
-        *settings,
-        experiment="",
+def make_config(
+    model: Path, folder: Path, args: argparse.Namespace, *, replays: bool, recording: Path | None
+) -> Config:
+    """One step, which generates, or takes the rollouts of a recording."""
+    config = Config(output_dir=str(folder), model=ModelConfig(path=str(model), dtype=args.dtype))
+    sampling = replace(config.generator.sampling, max_generate_length=args.length)
+    given: dict[str, Any] = {} if recording is None else {"backend": "replay", "replay_path": str(recording)}
+    return replace(
+        config,
+        data=replace(config.data, validation=()),
+        environment=replace(config.environment, isolation="thread"),
+        generator=replace(config.generator, n_samples_per_prompt=2, sampling=sampling, **given),
+        trainer=replace(
+            config.trainer,
+            total_steps=1,
+            train_batch_size=args.rollouts // 2,
+            policy_mini_batch_size=args.rollouts // 2,
+            critic_mini_batch_size=args.rollouts // 2,
+            moe_routing_replay=replays,
+            eval_before_train=False,
+            ckpt_interval=0,
+            export_hf=False,
+        ),
     )
-    return records[-1]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def step_of(config: Config) -> Mapping[str, Any]:
+    """The metrics of the run's step."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        train(config)
+    return read_metrics(Path(config.output_dir) / "metrics.jsonl")[-1]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
+    """The metrics of the step without and with replay, of the same rollouts."""
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        save_mixture(root / "model", args)
+        step_of(make_config(root / "model", root / "made", args, replays=True, recording=None))
+        recording = root / "made" / "rollouts"
+        return {
+            name: step_of(
+                make_config(root / "model", root / name, args, replays=name == "recorded", recording=recording)
+            )
+            for name in ("chosen", "recorded")
+        }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of engine and trainer")
     parser.add_argument("--layers", type=int, default=4)
@@ -85,17 +123,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, default=4, help="experts that a token is sent to")
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--length", type=int, default=64, help="tokens of a response")
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as place:
-        root = Path(place)
-        save_mixture(root / "model", args)
-        step_of(root / "made", args, "trainer.moe_routing_replay=true")
-        title = f"{args.dtype}, {args.layers} layers, {args.top_k} of {args.experts} experts"
-        table = harness.Table("experts", *SHOWN.values(), title=title)
-        again = ("generator.backend=replay", f"generator.replay_path={root / 'made' / 'rollouts'}")
-        for name, replays in (("chosen", "false"), ("recorded", "true")):
-            found = step_of(root / name, args, *again, f"trainer.moe_routing_replay={replays}")
-            table.row(name, *(f"{found[metric]:.2g}" for metric in SHOWN))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    args = parse(arguments)
+    found = measure(args)
+    title = f"{args.dtype}, {args.layers} layers, {args.top_k} of {args.experts} experts"
+    table = harness.Table("experts", *SHOWN.values(), title=title)
+    for name, metrics in found.items():
+        table.row(name, *(f"{metrics[metric]:.2g}" for metric in SHOWN))
 
 
 if __name__ == "__main__":
