@@ -1,8 +1,8 @@
 """Draws small changes of the package at random and counts how many the default suite notices: its kill rate.
 
     pip install coverage pytest-cov                                          # for the first command alone
-    python scripts/studies/mutants.py cover /tmp/cover.sqlite                # which test runs which line: a whole suite
-    python scripts/studies/mutants.py run /tmp/cover.sqlite --count 500 --seed 4301 --jobs 2 --write /tmp/mutants.jsonl
+    python -m scripts.studies.mutants cover /tmp/cover.sqlite                # which test runs which line: a whole suite
+    python -m scripts.studies.mutants run /tmp/cover.sqlite --count 500 --seed 4301 --jobs 2 --write /tmp/mutants.jsonl
 
 The draw is a function of the code, the seed and the count, and no package has fewer than its share of lines. A change
 is one of: a comparison turned, `and` and `or` exchanged, a `not` left out, an arithmetic operator exchanged, a number or
