@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 SLOW_AT_FIRST = """
 import ray, ray._private.services as services
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.models.placement import PlacementConfig
+from skyrl_train.config.models import PlacementConfig
 
 get_node, calls = services.get_node, []
 
@@ -59,6 +59,7 @@ WITH_A_TOKEN = """
 import os, ray, stat, subprocess, sys
 from pathlib import Path
 from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.models import PlacementConfig
 
 before = dict(os.environ)
 for attempt in range(2):
