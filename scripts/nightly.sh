@@ -54,6 +54,7 @@
 #                    test_in_flight_updates: 1,000 requests       its other tests; tests/cluster/test_vllm_in_flight
 #                    test_summarize_run, test_minimal_grpo: runs  the quickstart's run; what the script's parts compute
 #                    test_endpoints: mypy on a program            check.sh: mypy on the package
+#                    test_benchmarks: each program            their harness, two of them, what they compute
 #                    test_bare_machine: the plan                  training and supervised training
 #                    test_selftest: all cases                     each case is of code that has tests of its own
 #                    test_measure: each piece of a CPU            three of them, by default

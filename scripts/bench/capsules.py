@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 bits = np.atleast_1d(tensor).view(f"u{tensor.itemsize}")
                 raw += tensor.nbytes
                 plain += compressed(bits)
-                difference += compressed(bits ^ np.atleast_1d(old[key]).view(bits.dtype))
+                before_it = np.atleast_1d(old.get(key, np.zeros_like(tensor)))  # the first step has no moments before
+                difference += compressed(bits ^ before_it.view(bits.dtype))
         took = time.perf_counter() - begin
         print(
             f"{name:<16}{raw:>14,} bytes, {plain / raw:.2f} of them behind zstd, {difference / raw:.2f} as differences"

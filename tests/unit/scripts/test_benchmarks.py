@@ -97,7 +97,7 @@ def test_each_program_is_run() -> None:
     assert {words.partition(".")[0] for words, _ in SMOKE} == programs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("words", "said"), SMOKE, ids=[words.partition(" {")[0][:40] for words, _ in SMOKE])
 def test_a_benchmark_runs(words: str, said: str, tmp_path: Path) -> None:
     program, *arguments = words.split()
