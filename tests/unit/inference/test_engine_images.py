@@ -92,6 +92,7 @@ def test_a_server_is_told_tokens_and_pixels_and_not_what_to_make_of_an_image() -
     item = msgpack.unpackb(base64.b64decode(body["features"]["kwargs_data"]["image"][0]))
     kind, shape, pixels = item["pixel_values"]["data"]
     assert (kind, shape, pixels.data) == ("float32", list(WIDE.pixels.shape), WIDE.pixels.tobytes())
+    assert pixels.code == 3, "CUSTOM_TYPE_RAW_VIEW of vllm/v1/serial_utils.py, release 0.32"
     assert np.frombuffer(item["image_grid_thw"]["data"][2].data, np.int64).tolist() == [1, 2, 8]
 
 
