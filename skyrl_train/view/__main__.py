@@ -21,7 +21,7 @@ import skyrl_train
 from skyrl_train.errors import SkyrlTrainError, counted
 from skyrl_train.system import install_command
 from skyrl_train.system.files import write_atomically
-from skyrl_train.view.sources import find_runs
+from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.view.terminal import show
 
 _NEEDED = ("duckdb", "starlette", "uvicorn")

@@ -1,8 +1,6 @@
 """A request's path and arguments in, a JSON object out: docs/viewer.md has the list. Nothing here knows of HTTP. The rest of
 `skyrl-view`:
 
-    sources     which runs there are, and which files hold their rollouts
-    importers   rollouts of older versions and of other trainers, as rows of the same columns
     rollouts    queries over all of them: DuckDB
     trajectory  one trajectory with what is known of each token
     records     everything else in a run's folder: metrics, timeline, settings
@@ -24,11 +22,11 @@ from functools import partial
 from typing import Any
 
 from skyrl_train.errors import DeadlineError, SkyrlTrainError, counted
+from skyrl_train.telemetry.reading import Run, read_object
 from skyrl_train.view import records
 from skyrl_train.view.filters import Arguments, Endpoint, Filters, NotThereError, RunEndpoint, chosen_run, in_order
 from skyrl_train.view.pictures import Picture, read_picture
 from skyrl_train.view.rollouts import QueryError, RolloutIndex
-from skyrl_train.view.sources import Run, read_object
 from skyrl_train.view.tails import Tail, end_of, log_warnings, new_lines, objects_in, records_in
 from skyrl_train.view.trajectory import Decode, describe_samples, describe_trajectory, find_decoder
 

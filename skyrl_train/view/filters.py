@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from skyrl_train.errors import counted
-from skyrl_train.view.sources import Run
+from skyrl_train.telemetry.reading import Run
 
 _AMONG = ("purpose", "environment", "dataset", "outcome", "failure_kind", "stop_reason", "uid", "sample")
 _WITHIN = {"reward": "reward", "tokens": "tokens", "turns": "num_turns", "step": "step"}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from skyrl_train.config.data import ImagesConfig
 from skyrl_train.data.sources import REFERENCE, check_image, decode_image, image_format, is_image
+from skyrl_train.telemetry.reading import Run
 from skyrl_train.view.filters import NotThereError
-from skyrl_train.view.sources import Run
 
 _SUM = re.compile(r"[0-9a-f]{64}")
 _TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif", "WEBP": "image/webp"}

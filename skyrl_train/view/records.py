@@ -14,8 +14,8 @@ import yaml
 
 from skyrl_train.telemetry import phase_seconds
 from skyrl_train.telemetry.logs import redact
+from skyrl_train.telemetry.reading import Run, first_line, read_object
 from skyrl_train.telemetry.records import kind_of
-from skyrl_train.view.sources import Run, first_line, read_object
 
 Json = dict[str, Any]
 _LAST_STEPS = 5000

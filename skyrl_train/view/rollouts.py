@@ -18,9 +18,8 @@ from typing import Any
 import duckdb
 
 from skyrl_train.errors import DeadlineError
+from skyrl_train.telemetry.reading import RolloutFile, Row, Run, first_line, rows_of
 from skyrl_train.telemetry.records import KINDS, arrow_schema
-from skyrl_train.view.importers import Row, rows_of
-from skyrl_train.view.sources import RolloutFile, Run, first_line
 from skyrl_train.view.tails import held_in_time
 
 QUERY_TIMEOUT_S = 10.0

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from skyrl_train.errors import SkyrlTrainError, counted
+from skyrl_train.telemetry.reading import RolloutFile, Run, find_runs
 from skyrl_train.telemetry.records import pairs_of, read_failed_rollouts, read_rollouts
 from skyrl_train.telemetry.trackers import SampleRow, sample_row
-from skyrl_train.view.sources import RolloutFile, Run, find_runs
 
 LONGEST_TEXT = 600
 """Characters of a prompt or a response; the middle of a longer one is left out."""

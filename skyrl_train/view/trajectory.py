@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_train.data import assets
 from skyrl_train.system.files import cache_folder
-from skyrl_train.view.sources import Run
+from skyrl_train.telemetry.reading import Run
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], list[str]]

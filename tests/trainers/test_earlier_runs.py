@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from skyrl_train.view import find_runs
+from skyrl_train.telemetry.reading import find_runs
 from tests.support.command_runs import records, run_command
 
 ARCHIVE = Path(__file__).resolve().parents[1] / "fixtures" / "earlier_runs.tar.xz"

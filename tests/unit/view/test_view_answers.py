@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("duckdb")
 
 from skyrl_train.errors import DeadlineError
+from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.telemetry.records import write_rollouts
 from skyrl_train.types import (
     Failure,
@@ -34,7 +35,6 @@ from skyrl_train.types import (
 )
 from skyrl_train.view.answers import Answers, to_json
 from skyrl_train.view.rollouts import RolloutIndex
-from skyrl_train.view.sources import find_runs
 from tests.support.view_runs import append_records, write_run
 
 Json = dict[str, Any]

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("duckdb")
 
+from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.export import write_report
 from skyrl_train.view.rollouts import RolloutIndex
-from skyrl_train.view.sources import find_runs
 from tests.support.view_runs import write_run
 
 PAGE = """<!doctype html>

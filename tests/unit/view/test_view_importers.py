@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("duckdb")
 
+from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.rollouts import RolloutIndex
-from skyrl_train.view.sources import find_runs
 
 Json = dict[str, Any]
 DUMPS = Path(__file__).parents[2] / "other_trainers/dumps"

@@ -14,11 +14,11 @@ pytest.importorskip("starlette")
 from PIL import Image as Pictures
 from starlette.testclient import TestClient
 
+from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.export import write_report
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.server import STATIC, make_app
-from skyrl_train.view.sources import find_runs
 from tests.support.pictured_runs import encoded, write_pictured_run
 
 HOME = "http://127.0.0.1:8000"

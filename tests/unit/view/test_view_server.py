@@ -16,11 +16,12 @@ pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
 
+from skyrl_train.telemetry.reading import find_runs
+from skyrl_train.telemetry.reading.sources import _last_step
 from skyrl_train.view import server
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.server import STATIC, make_app, static_file
-from skyrl_train.view.sources import _last_step, find_runs
 from tests.support.view_runs import write_run
 
 TOKEN = "a-token"

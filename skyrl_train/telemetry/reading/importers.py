@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.system.files import parse_strict_json
-from skyrl_train.view.sources import RolloutFile
+from skyrl_train.telemetry.reading.sources import RolloutFile
 
 Row = dict[str, Any]
 
