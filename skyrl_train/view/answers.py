@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_train.errors import DeadlineError, SkyrlTrainError, counted
-from skyrl_train.telemetry.reading import Run, read_object
+from skyrl_train.telemetry.reading import Run, read_object, settings_of
 from skyrl_train.view import records
 from skyrl_train.view.filters import Arguments, Endpoint, Filters, NotThereError, RunEndpoint, chosen_run, in_order
 from skyrl_train.view.pictures import Picture, read_picture
@@ -133,7 +133,7 @@ class Answers:
             "mismatch": [name for name in names if name.startswith("mismatch/")],
             "off_policy": [name for name in names if name.startswith("off_policy/")],
             "plan": records.plan_beside(plan, lines),
-            "config": list(map(list, records.flat_config(run, problems).items())),
+            "config": list(map(list, settings_of(run, problems).items())),
             "environment": records.environment_of(run, problems),
             "restarts": objects_in(new_lines(run.folder.restarts_file, "0")[0]),
             "fork": read_object(run.folder.fork_file, problems) or None,
@@ -148,7 +148,7 @@ class Answers:
         runs = [name for name in arguments.text("runs").split(",") if name]
         if unknown := [name for name in runs if name not in self._runs]:
             raise ValueError(f"runs={unknown[0]} is not one of {', '.join(self._runs)}")
-        configs = [records.flat_config(self._runs[name], problems) for name in runs]
+        configs = [settings_of(self._runs[name], problems) for name in runs]
         settings = sorted({setting for config in configs for setting in config})
         rows: list[Json] = []
         for name in settings:
@@ -332,7 +332,7 @@ class RolloutAnswers:
 
     def _trajectory(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         rows = self._turns(run, arguments, problems, of_one=True)
-        config = records.flat_config(run, problems)
+        config = settings_of(run, problems)
         if run.id not in self._decoders:
             self._decoders[run.id] = find_decoder(run, config)
         described = describe_trajectory(run, rows, self._decoders[run.id], _clip_range(config))

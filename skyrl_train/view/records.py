@@ -6,15 +6,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from skyrl_train.telemetry import phase_seconds
 from skyrl_train.telemetry.logs import redact
-from skyrl_train.telemetry.reading import Run, first_line, read_object
+from skyrl_train.telemetry.reading import Run, read_object
 from skyrl_train.telemetry.records import kind_of
 
 Json = dict[str, Any]
@@ -144,32 +140,6 @@ def plan_beside(plan: Mapping[str, Any], records: Sequence[Json]) -> list[Json]:
                 continue
             rows.append({"name": name, "planned": planned, "happened": happened})
     return sorted(rows, key=lambda row: (row["happened"] is None, row["name"]))
-
-
-def flat_config(run: Run, problems: list[str]) -> dict[str, Any]:
-    """Return the settings by their dotted names, without secrets."""
-    path = run.folder.config_file
-    try:
-        return dict(_flat_config(path, path.stat().st_mtime_ns))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        problems.append(f"{path} cannot be read: {first_line(error)}")
-        return {}
-
-
-@lru_cache(maxsize=64)  # the parser takes tens of milliseconds
-def _flat_config(path: Path, changed: int) -> dict[str, Any]:
-    del changed
-    flat: dict[str, Any] = {}
-    pending: list[tuple[str, Any]] = [("", redact(yaml.safe_load(path.read_text(encoding="utf-8"))))]
-    while pending:
-        name, value = pending.pop()
-        if isinstance(value, dict) and value:
-            pending += [(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]
-        elif name:
-            flat[name] = value
-    return dict(sorted(flat.items()))
 
 
 def environment_of(run: Run, problems: list[str]) -> Json:

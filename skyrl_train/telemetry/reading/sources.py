@@ -6,12 +6,16 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system.files import parse_strict_json, read_json, whole_number
-from skyrl_train.telemetry import RunFolder
+from skyrl_train.telemetry.logs.redaction import redact
+from skyrl_train.telemetry.run_folder import RunFolder
 
 Kind = Literal["skyrl", "trl", "verl"]
 State = Literal["running", "finished", "stopped", "empty"]
@@ -179,6 +183,32 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path} cannot be read: {first_line(error)}")
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def settings_of(run: Run, problems: list[str]) -> dict[str, Any]:
+    """Return the settings by their dotted names, without secrets."""
+    path = run.folder.config_file
+    try:
+        return dict(_settings_of(path, path.stat().st_mtime_ns))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        problems.append(f"{path} cannot be read: {first_line(error)}")
+        return {}
+
+
+@lru_cache(maxsize=64)  # the parser takes tens of milliseconds
+def _settings_of(path: Path, changed: int) -> dict[str, Any]:
+    del changed
+    flat: dict[str, Any] = {}
+    pending: list[tuple[str, Any]] = [("", redact(yaml.safe_load(path.read_text(encoding="utf-8"))))]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, dict) and value:
+            pending += [(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]
+        elif name:
+            flat[name] = value
+    return dict(sorted(flat.items()))
 
 
 def first_line(error: BaseException) -> str:

@@ -1,0 +1,256 @@
+"""Answers: where they end, how long they are, whether they say anything."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from skyrl_train.doctor.findings import Finding, row_of, rows_of
+from skyrl_train.doctor.tables import Series, Tables, Trajectory
+
+_MARKS = re.compile(
+    r"<\|im_(?:start|end)\|>|\[/?INST\]|<\|(?:user|assistant|system|start_header_id|eot_id)\|>|<start_of_turn>"
+    r"|^\s*(?:###\s*)?(?:user|human|assistant|instruction)\s*:",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""What chat templates of several families put between messages."""
+_CALL = re.compile(r'<tool_call>|<function=|```tool|\[TOOL_CALLS\]|"(?:name|function)"\s*:\s*".+"arguments"', re.DOTALL)
+_NGRAM = 4
+_SHORT = 16
+"""Tokens below which a text is too short to repeat itself."""
+
+
+def answers_cut_off(run: Tables) -> Iterator[Finding]:
+    """Many turns end at the limit of tokens, not where the model ends them (the reward then judges half an answer)."""
+    cut = run.series("stop/length")
+    if run.is_supervised:
+        return
+    if len(cut) >= 2:
+        share, since = cut.last(), cut.since(lambda values: values >= 0.25)
+    else:
+        reasons = [turn.stop_reason for each in run.trajectories if each.step in run.last_steps for turn in each.turns]
+        share, since = reasons.count("length") / max(1, sum(map(bool, reasons))), None
+    if not share >= 0.25:
+        return
+    rows = [each for each in run.trajectories if any(turn.stop_reason == "length" for turn in each.turns)]
+    length = run.series("response_length/mean")
+    from_the_start = len(cut) < 2 or cut.first(2) >= 0.25
+    marked = [each for each in rows if _MARKS.search(each.text)]
+    yield Finding(
+        what=f"{share:.0%} of the answers of the last steps are cut off at the limit of tokens"
+        + ("" if from_the_start else ", and were not at first"),
+        evidence=(cut.shown(), length.shown()),
+        remedy="Raise generator.max_generate_length, or pay less for length. Where texts go on by themselves after the "
+        "answer, the model does not know its end token: see the chat template and generator.stop",
+        since=since,
+        certainty=0.6 if len(marked) > 0.3 * len(rows) or not from_the_start else 0.85,
+        rows=rows_of(rows),
+    )
+
+
+def conversation_goes_on_by_itself(run: Tables) -> Iterator[Finding]:
+    """Answers hold the marks of a chat template: the model is asked in one that it was not trained with, or
+    does not stop."""
+    answers = [each for each in [*run.trajectories, *run.evaluations] if each.text]
+    marked = [each for each in answers if _MARKS.search(each.text)]
+    if len(answers) < 20 or len(marked) < 0.1 * len(answers):
+        return
+    found = Counter(match.group().strip() for each in marked for match in _MARKS.finditer(each.text))
+    yield Finding(
+        what=f"{len(marked) / len(answers):.0%} of the answers hold marks of a chat template, such as "
+        f"{found.most_common(1)[0][0]!r}",
+        evidence=tuple(f"{mark!r}: {count} times" for mark, count in found.most_common(3)),
+        remedy="The prompt is rendered by another template than the model's, or its end token does not end the answer: "
+        "compare the tokenizer's chat_template with the model card, and look at the added tokens of a first turn",
+        since=min(each.step for each in marked),
+        certainty=0.9,
+        rows=rows_of(marked),
+    )
+
+
+def never_ends(run: Tables) -> Iterator[Finding]:
+    """Supervised: answers of an evaluation do not stop, though their examples do: the end token was never trained."""
+    samples = [each for each in run.evaluations if each.purpose == "sample" and each.turns]
+    last = [each for each in samples if each.step == max(one.step for one in samples)]
+    cut = [each for each in last if each.turns[-1].stop_reason == "length"]
+    if not run.is_supervised or len(last) < 4 or len(cut) < 0.8 * len(last):
+        return
+    going_on = [each for each in cut if len(each.text) > 1.5 * len(str(each.extras.get("expected") or each.text))]
+    yield Finding(
+        what=f"{len(cut)} of {len(last)} answers of the last evaluation do not end, and are longer than the expected ones",
+        evidence=(run.series("train/loss").shown(),),
+        remedy="The end token has no loss: train on the last token of an answer (the template's end of turn), and see that "
+        "no row is cut before it",
+        since=min(each.step for each in cut),
+        certainty=0.9 if len(going_on) > 0.5 * len(cut) else 0.6,
+        rows=rows_of(cut),
+    )
+
+
+def length_changes(run: Tables) -> Iterator[Finding]:
+    """Answers shrink to a fraction, or grow to a multiple, while the reward gains nothing by it (DAPO, 3.4; Dr. GRPO)."""
+    length, reward = run.series("response_length/mean"), run.series("reward/mean")
+    if len(length) < 6 or not length.first(3) > 0:
+        return
+    ratio = length.last() / length.first(3)
+    gained = reward.last() - reward.first(3) > 0.1 * (float(run.series("reward/std").values.max(initial=0.0)) or 1.0)
+    if gained or 0.4 < ratio < 2.5:
+        return
+    grown = ratio > 1
+    bound = length.first(3) * (2.5 if grown else 0.4)
+    yield Finding(
+        what=f"Answers {'grow' if grown else 'shrink'} from {length.first(3):.0f} to {length.last():.0f} "
+        "tokens, and the reward "
+        "gains nothing by it",
+        evidence=(length.shown(), reward.shown(), run.series("stop/length").shown()),
+        remedy="Is the loss a mean over sequences, which favours long wrong answers "
+        "(trainer.algorithm.loss_reduction)? Is a "
+        "negative reward escaped by saying little, or a positive one by saying more?",
+        since=length.since((lambda values: values >= bound) if grown else (lambda values: values <= bound)),
+        certainty=0.8,
+        rows=rows_of([each for each in run.trajectories if each.step in run.last_steps]),
+    )
+
+
+def repetition(run: Tables) -> Iterator[Finding]:
+    """Answers repeat themselves: most of their four-token sequences came before (Holtzman et al., arXiv:1904.09751)."""
+    by_step: dict[int, list[tuple[float, Trajectory]]] = {}
+    for each in run.trajectories:
+        for turn in each.turns:
+            words: Sequence[object] = turn.text.split() if turn.token_ids is None else turn.token_ids.tolist()
+            if len(words) >= _SHORT:
+                by_step.setdefault(each.step, []).append((_repeated(words), each))
+    steps = [step for step in sorted(by_step) if len(by_step[step]) >= 4]
+    shares = np.array([np.mean([share for share, _ in by_step[step]]) for step in steps])
+    if len(steps) < 2 or shares[-2:].mean() < 0.35:
+        return
+    series = Series("share of repeated 4-grams", np.array(steps), shares)
+    shown = [each for share, each in by_step[steps[-1]] if share >= 0.35]
+    yield Finding(
+        what=f"Answers repeat themselves: {shares[-2:].mean():.0%} of their sequences of four tokens came before",
+        evidence=(series.shown(),),
+        remedy="Look at the rows: is repetition paid (a reward by length), or has training broken the model? Lower the "
+        "learning rate, keep a KL to the reference, and cut repeating answers off with a reward of their own",
+        since=series.since(lambda values: values >= 0.35),
+        certainty=0.85,
+        rows=rows_of(shown),
+    )
+
+
+def unreadable_answers(run: Tables) -> Iterator[Finding]:
+    """From the first step on the model is as unsure of its own tokens as if it could not read: another tokenizer, or none of
+    its weights."""
+    first = [each for each in run.trajectories if each.step in run.first_steps]
+    logprobs = [column for each in first if (column := each.column("logprobs")) is not None and len(column)]
+    ids = [column for each in first if (column := each.column("token_ids")) is not None and len(column)]
+    broken = [each for each in first if each.text.count("\ufffd") > 0.02 * max(1, len(each.text))]
+    if len(logprobs) < 20 or not ids:
+        return
+    surprise = -float(np.mean(np.concatenate(logprobs)))
+    most = float(np.log(max(column.max() for column in ids) + 1))
+    if surprise < 0.5 * most and len(broken) < 0.3 * len(first):
+        return
+    yield Finding(
+        what=f"The model does not know the tokens that it samples: {surprise:.1f} nats a token from the first step on, of "
+        f"{most:.1f} for one that guesses",
+        evidence=(f"{len(broken)} of {len(first)} first answers hold characters that no text has (U+FFFD)",),
+        remedy="The tokenizer belongs to another model, or the weights were not loaded: compare the vocabulary sizes of "
+        "model.path and its tokenizer, and look for warnings of missing weights in run.log",
+        since=min(run.first_steps, default=None),
+        certainty=0.85,
+        rows=rows_of(broken or first),
+    )
+
+
+def calls_not_read(run: Tables) -> Iterator[Finding]:
+    """The model calls tools, and nothing reads the calls."""
+    calls, malformed = run.series("tools/calls"), run.series("tools/malformed")
+    having = [each for each in run.trajectories if each.has_tools or len(calls)]
+    trying = [each for each in run.trajectories if _CALL.search(each.text)]
+    unread = [each for each in trying if not any(turn.has_tool_calls for turn in each.turns)]
+    bad = malformed.last() / max(1e-9, malformed.last() + calls.last()) if len(malformed) and len(calls) else 0.0
+    if bad < 0.5 and not (len(trying) >= 20 and len(unread) > 0.5 * len(trying)):
+        return
+    yield Finding(
+        what=f"Calls of tools are not read: {len(unread)} of {len(trying)} answers with a call had none that "
+        "could be parsed",
+        evidence=(calls.shown(), malformed.shown(), f"{len(having)} trajectories were told of tools"),
+        remedy="environment.tools.format must be the format that the model writes: compare it with the texts below",
+        since=min((each.step for each in unread), default=None),
+        rows=rows_of(unread),
+    )
+
+
+def entropy_collapses(run: Tables) -> Iterator[Finding]:
+    """The policy stops exploring before it has learned the task (Cui et al., arXiv:2505.22617)."""
+    entropy, reward = run.series("policy/entropy"), run.series("reward/mean")
+    if len(entropy) < 6 or entropy.last() > 0.1 * entropy.first(3):
+        return
+    best = max((each.reward or 0.0 for each in run.trajectories), default=0.0)
+    least = min((each.reward or 0.0 for each in run.trajectories if each.reward is not None), default=0.0)
+    if best <= least or (reward.last() - least) > 0.6 * (best - least):
+        return
+    distinct = [
+        len({each.text for each in group}) / len(group) for group in run.groups() if group[0].step in run.last_steps
+    ]
+    yield Finding(
+        what=f"The entropy fell from {entropy.first(3):.3g} to {entropy.last():.3g} nats, and the reward stays at "
+        f"{reward.last():.3g} of {best:g}",
+        evidence=(entropy.shown(), reward.shown())
+        + ((f"distinct texts in a group of the last steps: {np.mean(distinct):.0%}",) if distinct else ()),
+        remedy="Raise the upper clip (trainer.algorithm.eps_clip_high), add an entropy bonus, sample at temperature 1, or "
+        "lower the learning rate",
+        since=entropy.since(lambda values: values <= 0.1 * entropy.first(3)),
+        certainty=0.8,
+        rows=rows_of([each for each in run.trajectories if each.step in run.last_steps]),
+    )
+
+
+def _repeated(words: Sequence[object]) -> float:
+    """Return the share of a text's n-grams that stand in it before."""
+    grams = [tuple(words[index : index + _NGRAM]) for index in range(len(words) - _NGRAM + 1)]
+    return 1 - len(set(grams)) / len(grams)
+
+
+def tokens_trained(run: Tables) -> Iterator[Finding]:
+    """A step trains on more or fewer tokens than its answers have: observations, padding, or a mask that is one off."""
+    trained = run.series("batch/trained_tokens")
+    by_step: dict[int, list[Trajectory]] = {}
+    for each in run.trajectories:
+        by_step.setdefault(each.step, []).append(each)
+    rows = run.series("total/trajectories")
+    differences: list[tuple[int, float, int, int]] = []
+    for step, value in zip(trained.steps.tolist(), trained.values.tolist()):
+        own = [each for each in by_step.get(step, []) if each.failure is None]
+        turns = [turn for each in own for turn in each.turns if turn.token_ids is not None]
+        expected = sum(
+            len(turn.token_ids) if turn.loss_mask is None else int(np.sum(turn.loss_mask))
+            for turn in turns
+            if turn.token_ids is not None
+        )
+        sampled = sum(len(turn.token_ids) for turn in turns if turn.token_ids is not None)
+        if expected and abs(value - expected) > 1e-6 * expected and value != sampled:
+            differences.append((step, value - expected, expected, len(turns)))
+    complete = len(rows) > 0 and all(_is_whole(run, step, own) for step, own in by_step.items())
+    if not complete or len(differences) < 2 or len(differences) < 0.8 * len(by_step):
+        return
+    step, difference, expected, turns_there = differences[0]
+    per_turn = difference / max(1, turns_there)
+    yield Finding(
+        what=f"A step trains on {abs(difference):.0f} tokens {'more' if difference > 0 else 'fewer'} than its answers have"
+        + (", one a turn" if abs(abs(per_turn) - 1) < 0.02 else ""),
+        evidence=(trained.shown(), f"tokens of the answers of step {step}: {expected}, in {turns_there} turns"),
+        remedy="The loss mask is off: prompts, observations or padding are trained on (more), or ends of answers are not "
+        "(fewer). `skyrl-doctor audit` recomputes what can be",
+        since=step,
+        certainty=0.8,
+        rows=(row_of(by_step[step][0]),),
+    )
+
+
+def _is_whole(run: Tables, step: int, own: Sequence[Trajectory]) -> bool:
+    """True where the rollouts that were read of a step are all that it has."""
+    return int(np.sum(run.facts.step == step)) == len(own)
