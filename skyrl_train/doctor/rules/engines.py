@@ -128,7 +128,7 @@ def one_group_is_waited_for(run: Tables) -> Iterator[Finding]:
         return
     steps = generate.steps
     idle = 1 - busy.at(steps) / np.maximum(generate.values, 1e-9)
-    wait = run.series("timing/wait/environments_alone").at(steps)
+    alone = run.series("timing/wait/environments_alone")
     late = float(np.nanmedian(idle[-10:]))
     if not late > 0.6 or not generate.last() > 1.0:
         return
@@ -140,7 +140,7 @@ def one_group_is_waited_for(run: Tables) -> Iterator[Finding]:
             busy.shown(),
             group.shown(),
             run.series("timing/wait/environments").shown(),
-            f"share of the waits for environments that nothing else filled: {np.nanmedian(wait):.0%}",
+            alone.shown(),
         ),
         remedy="Environments, tools or a judge answer late, or one worker is slow: see the timeline's groups (skyrl-view), "
         "environment.num_workers, and timing/group/max against the median",
