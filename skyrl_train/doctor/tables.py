@@ -269,6 +269,11 @@ class Tables:
             found.append((file.step, str(next((each for each in table["error"] if each), "")) if table else ""))
         return found
 
+    def of_step(self, step: int) -> list[Trajectory]:
+        """Return all trajectories of one training step."""
+        files = [file for file in self._of("train") if file.step == step]
+        return [each for file in files for each in self._trajectories_of(file, most=2**31)]
+
     def groups(self) -> Iterator[list[Trajectory]]:
         """Yield the samples of each prompt of each step that was read, those that failed left out, where there are two."""
         found: dict[tuple[int, str], list[Trajectory]] = defaultdict(list)
@@ -320,13 +325,13 @@ class Tables:
             self.problems.append(f"{file.path} cannot be read: {first_line(error)}")
             return None
 
-    def _trajectories_of(self, file: RolloutFile) -> list[Trajectory]:
+    def _trajectories_of(self, file: RolloutFile, most: int = MAX_ROWS) -> list[Trajectory]:
         table = self._read(file, (*FACTS, *_TEXTS))
         if table is None:
             return []
         tokens = self._tokens_of(file)
         found: dict[tuple[str, int], Trajectory] = {}
-        for index in range(_whole_prompts(table["uid"])):
+        for index in range(_whole_prompts(table["uid"], most)):
             row = {name: column[index] for name, column in table.items()}
             key = str(row["uid"]), int(row["sample"] or 0)
             own = found.get(key) or found.setdefault(key, _trajectory(file, row))
@@ -372,9 +377,9 @@ def _rows(column: Any) -> Callable[[int], NDArray[Any] | None]:
     return lambda index: values[offsets[index] : offsets[index + 1]] if valid[index] else None
 
 
-def _whole_prompts(uids: Sequence[object]) -> int:
+def _whole_prompts(uids: Sequence[object], most: int) -> int:
     """Return how many of the first rows are read: up to the end of a prompt's rows."""
-    end = min(len(uids), MAX_ROWS)
+    end = min(len(uids), most)
     while 0 < end < len(uids) and uids[end] == uids[end - 1]:
         end += 1
     return end

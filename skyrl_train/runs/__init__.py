@@ -4,6 +4,7 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
+    from skyrl_train.runs import audit
     from skyrl_train.runs.capsule import open_capsule, run_again
     from skyrl_train.runs.capsule_bisect import bisect, refuse_again
     from skyrl_train.runs.construction.parts import assembly_settings, ppo_settings
@@ -19,6 +20,7 @@ __all__ = [
     "RunResult",
     "SFTData",
     "assembly_settings",
+    "audit",
     "bisect",
     "build_loader",
     "build_sft_evaluator",

@@ -72,11 +72,8 @@ class Opened:
 
     @property
     def platform(self) -> PlatformConfig:
-        """The device of this process: the run's, or the CPU where there is no GPU."""
-        platform = self.config.platform
-        if platform.on_gpu and not torch.cuda.is_available():
-            return replace(platform, name="cpu", device="cpu")
-        return platform
+        """The device of this process."""
+        return platform_here(self.config.platform)
 
     def batch(self) -> TrainingInputBatch:
         """The training batch as it was recorded. Raises DataError where the step ended before there was one."""
@@ -147,20 +144,37 @@ def models_of(opened: Opened) -> Iterator[tuple[steps.Learners, TrainerState]]:
 def _built(opened: Opened, state: TrainerState, scratch: RunFolder, stack: ExitStack) -> steps.Learners:
     """The models in this process: no Ray, one rank, and nothing that is written to the run's folder."""
     config = opened.config
-    here: Any = {"platform": opened.platform, "placement": PlacementConfig(), "strategy": StrategyConfig()}
     if isinstance(config, SFTConfig):
-        supervised = replace(config, trainer=replace(config.trainer, profile_steps=()), **here)
+        trainer = replace(config.trainer, profile_steps=())
+        here: Any = {"platform": opened.platform, "placement": PlacementConfig(), "strategy": StrategyConfig()}
+        supervised = replace(config, trainer=trainer, **here)
         prepare_process(supervised)
         policy = sft_learner_settings(supervised, total_steps=opened.capsule.total_steps)
         learners = build_learners(RunModels(learners=(policy,)), stack, Host())
         size_policy(supervised, learners.policy, scratch)
         return learners
-    inline = replace(config, trainer=replace(config.trainer, profile_steps=()), **here)
+    return learners_here(config, opened.platform, state, scratch, stack)
+
+
+def learners_here(
+    config: Config, platform: PlatformConfig, state: TrainerState, scratch: RunFolder, stack: ExitStack
+) -> steps.Learners:
+    """Return the models of a run of reinforcement learning in this process, with the weights that it began with: no Ray, one
+    rank, and nothing that is written to its folder. `stack` closes them."""
+    trainer = replace(config.trainer, profile_steps=())
+    inline = replace(config, trainer=trainer, platform=platform, placement=PlacementConfig(), strategy=StrategyConfig())
     prepare_process(inline)
     plan = plan_batches(config, num_train_prompts=state.data.num_prompts)
     learners = build_learners(run_models(inline, plan.schedule), stack, Host())
     size_micro_batches(inline, plan, learners, scratch, RunConsole(step_lines=False))
     return learners
+
+
+def platform_here(platform: PlatformConfig) -> PlatformConfig:
+    """Return the device of this process: the run's, or the CPU where there is no GPU."""
+    if platform.on_gpu and not torch.cuda.is_available():
+        return replace(platform, name="cpu", device="cpu")
+    return platform
 
 
 def _named(learners: steps.Learners) -> dict[str, Learner | Scorer]:

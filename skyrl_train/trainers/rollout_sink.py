@@ -65,6 +65,12 @@ class RolloutLog:
         """Training rollouts with what `batch` holds of their tokens."""
         self._pending.append(self._thread.submit(self._write_train, rollouts, batch, step))
 
+    @staticmethod
+    def values_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, list[TurnValues | None]]:
+        """Return what would be written of each response token, by the names of the files' columns: per trajectory and turn;
+        None for a trajectory without rows, and for one that was not scored."""
+        return columns_by_turn(rollouts, batch)
+
     def write_evaluation(self, step: int, rollouts: RolloutBatch) -> None:
         """Rollouts of an evaluation after `step` steps."""
         write = partial(write_rollouts, self._folder, rollouts, purpose="eval", global_step=step)

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
         violations_in_process,
     )
     from skyrl_train.rollout.hosts.processes import Imported, ProcessEnvironments, WorkerEnded, WorkerHost
-    from skyrl_train.rollout.hosts.scoring import facts_of, held_rewards, reward_problems, row_columns, server_problems
+    from skyrl_train.rollout.hosts.scoring import (
+        facts_of,
+        held_rewards,
+        reward_problems,
+        row_columns,
+        server_problems,
+        trajectory_facts,
+    )
     from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "reward_problems",
     "row_columns",
     "server_problems",
+    "trajectory_facts",
     "violations_in_process",
 ]
 

@@ -120,7 +120,7 @@ class Rewards:
         num_values = None if self._form(entry) == "each" else len(trajectories)
         messages = [dict(message) for message in prompt.messages]
         row: dict[str, Any] = {**row_columns(prompt), "prompt": messages, "uid": prompt.uid}
-        samples = [_facts_of_trajectory(prompt, one) for one in trajectories]
+        samples = [trajectory_facts(prompt, one) for one in trajectories]
         if self._facts[entry.setting].convention == "trl":
             row |= {"prompt_is_text": prompt.is_text, "global_step": global_step}
             for sample, one in zip(samples, trajectories):
@@ -251,7 +251,8 @@ def row_columns(prompt: Prompt) -> dict[str, Any]:
     return columns
 
 
-def _facts_of_trajectory(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
+def trajectory_facts(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
+    """Return what reward functions may name of a trajectory with turns: its texts, messages and lengths."""
     turns = trajectory.turns
     after: list[dict[str, Any]] = []
     for turn in turns:

@@ -20,7 +20,8 @@ from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.telemetry.records import arrow_schema
 
 STEPS, PROMPTS, SAMPLES = 16, 6, 4
-Row, Metrics = dict[str, Any], dict[str, Any]
+Row = dict[str, Any]
+Metrics = dict[str, Any]
 
 
 class Folder:
