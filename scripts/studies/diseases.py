@@ -296,7 +296,7 @@ PLANTS: Mapping[str, Plant] = {
     "healthy_partial": Plant(
         (), _reward(lambda completion, answer: 0.5 * ("####" in completion) + right(completion, answer))
     ),
-    "constant_reward": Plant(("constant_reward",), _reward(constant)),
+    "constant_reward": Plant(("constant_reward", "verifier_contradicts_truth"), _reward(constant)),
     "strict_verifier": Plant(("verifier_contradicts_truth", "constant_reward"), _reward(strict)),
     "tie_breaking": Plant(("equal_answers_unequal_rewards",), _reward(tie_breaking)),
     "inverted_reward": Plant(("verifier_contradicts_truth",), _reward(inverted)),

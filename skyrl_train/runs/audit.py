@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.config import Config
@@ -32,7 +33,7 @@ from skyrl_train.telemetry.reading import find_runs, first_line
 from skyrl_train.telemetry.records import read_facts, read_rollouts
 from skyrl_train.trainers import RolloutLog, steps
 from skyrl_train.trainers.checkpoints import TrainerState, checkpoint_name, verify
-from skyrl_train.types import RolloutBatch
+from skyrl_train.types import RolloutBatch, Turn
 
 FLOAT32_BOUND, BFLOAT16_BOUND = 1e-3, 5e-2
 """Nats that two kernels of a type may differ by in a token's log-probability; parts of an advantage or a reward, too."""
@@ -118,6 +119,7 @@ def _step(
         step, "engine's log-probabilities", rollouts, by_turn, recorded, "logprobs", bound, state.weight_version
     )
     yield _compared(step, "trainer's log-probabilities", rollouts, by_turn, recorded, "policy_logprobs", bound, None)
+    yield _ages(config, step, rollouts)
     if read_facts(path).sample_fraction < 1:
         yield Audited(
             step=step, what="advantages", compared=0, largest=float("nan"), where="rollouts are a sample", bound=bound
@@ -155,10 +157,10 @@ def _compared(
                 continue
             differences = np.abs(np.asarray(values, np.float64) - said)
             if version is not None:
-                differences = np.where(_of_version(trajectory.turns[index], len(values), version), differences, 0.0)
-            compared += len(differences)
-            if len(differences) and differences.max() >= worst:
-                token = int(differences.argmax())
+                differences = np.where(_versions(trajectory.turns[index]) == version, differences, np.nan)
+            compared += int(np.isfinite(differences).sum())
+            if np.isfinite(differences).any() and np.nanmax(differences) >= worst:
+                token = int(np.nanargmax(differences))
                 worst = float(differences[token])
                 where = f"{trajectory.prompt_uid}/{trajectory.sample_index} turn {index} token {token}"
     nothing = "not recorded" if not compared else ""
@@ -172,13 +174,21 @@ def _compared(
     )
 
 
-def _of_version(turn: Any, length: int, version: int) -> np.ndarray:
-    """Return which tokens of a turn say that they were sampled by weights of `version`."""
-    found = np.zeros(length, bool)
-    runs = list(turn.weight_versions)
-    for (start, said), end in zip(runs, [begin for begin, _ in runs[1:]] + [length]):
-        found[start:end] = said == version
+def _versions(turn: Turn) -> NDArray[np.int64]:
+    """Return the weights that each token of a turn says to be sampled by, `[tokens]`."""
+    found = np.zeros(len(turn.response_token_ids), np.int64)
+    for start, version in turn.weight_versions:
+        found[start:] = version
     return found
+
+
+def _ages(config: Config, step: int, rollouts: RolloutBatch) -> Audited:
+    """Compare how old tokens say to be with how old they may be."""
+    ages = [step - 1 - _versions(turn) for each in rollouts.trajectories if not each.failed for turn in each.turns]
+    every = np.concatenate(ages) if ages else np.zeros(1, np.int64)
+    off = float(max(every.max() - config.trainer.max_staleness, -every.min(), 0))
+    where = f"weights of steps {step - 1 - every.max()} to {step - 1 - every.min()}"
+    return Audited(step=step, what="weight versions", compared=len(every), largest=off, where=where, bound=0.0)
 
 
 def _trained(step: int, batch: TrainingInputBatch, said: float) -> Audited:
