@@ -3,16 +3,18 @@
     python -m scripts.studies.diseases make FOLDER [--setting first|second] [NAME ...]      # half a minute each
     python -m scripts.studies.diseases check FOLDER                                         # a table of what is named
 
-Each is a run of the bundled tiny model in a process of its own, with one thing planted: a reward, a row, a setting, or a line
-of the trainer that is exchanged. The folder is what any run leaves. A setting that would give the plant away is put back to
-what it was in the recorded configuration, and the log is left out.
+Each is a run of the bundled tiny model in a process of its own, with one thing planted: a reward, a row, a setting, or a
+line of the trainer that is exchanged. The folder is what any run leaves, without its log and its models.
 """
+
+# ruff: noqa: ARG001, ARG005  every plant and every reward has one signature
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import multiprocessing
+import pkgutil
 import random
 import re
 import shutil
@@ -20,7 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +82,6 @@ class Plant:
     """Rules of which the first finding must be one; none for a healthy run."""
     change: Callable[[Settings, str], None]
     """Changes the settings, and exchanges lines of this process; told which setting it is."""
-    overrides: Sequence[str] = ()
-    recorded: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the recorded configuration that would give it away, and what stands there."""
 
 
 def _reward(function: Callable[..., Any]) -> Callable[[Settings, str], None]:
@@ -187,18 +186,9 @@ def _reworded(settings: Settings, setting: str) -> None:
     settings["data.train"] = [*copies, *settings["data.train"][: 160 if setting == "first" else 90]]
 
 
-def _few(settings: Settings, setting: str) -> None:
-    """The source of batches deals a few prompts alone."""
-    from skyrl_train.data import prompts as module
-
-    del module
-    settings["data.train"] = settings["data.train"]
-
-
 def _stale(after: int) -> Callable[[Settings, str], None]:
     def change(settings: Settings, setting: str) -> None:
-        from skyrl_train.inference.hf import HFEngine
-
+        HFEngine = pkgutil.resolve_name("skyrl_train.inference:HFEngine")
         original, calls = HFEngine.load_weights, [0]
 
         def load_weights(self: Any, weights: Any, version: int) -> None:
@@ -208,15 +198,14 @@ def _stale(after: int) -> Callable[[Settings, str], None]:
                 weights = kept
             original(self, weights, version)
 
-        HFEngine.load_weights = load_weights  # type: ignore[method-assign]
+        HFEngine.load_weights = load_weights
         settings["trainer.policy.optimizer.lr"] *= 2
 
     return change
 
 
 def _tempered(settings: Settings, setting: str) -> None:
-    from skyrl_train.learner.policy import PolicyLearner
-
+    PolicyLearner = pkgutil.resolve_name("skyrl_train.learner:PolicyLearner")
     settings["generator.sampling.temperature"] = 0.7 if setting == "first" else 1.4
     original = PolicyLearner.__init__
 
@@ -224,11 +213,11 @@ def _tempered(settings: Settings, setting: str) -> None:
         del temperature
         original(self, *arguments, temperature=1.0, **others)
 
-    PolicyLearner.__init__ = init  # type: ignore[method-assign]
+    PolicyLearner.__init__ = init
 
 
 def _uncentred(settings: Settings, setting: str) -> None:
-    from skyrl_train.algorithms import advantages
+    advantages = importlib.import_module("skyrl_train.algorithms.advantages")
 
     def estimate(inputs: Any, config: Any) -> Any:
         found = original(inputs, config)
@@ -240,38 +229,12 @@ def _uncentred(settings: Settings, setting: str) -> None:
     advantages.grpo = estimate
 
 
-def _observed(settings: Settings, setting: str) -> None:
-    """Every row's last token of the prompt has a loss, too."""
-    from skyrl_train.batch import assembly
-
-    del assembly
-
-
 def _wrong_template(settings: Settings, setting: str) -> None:
     settings["model.tokenizer_path"] = _tokenizer(
         "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
         if setting == "first"
         else "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}### Response:\n"
     )
-
-
-def _foreign_tokenizer(settings: Settings, setting: str) -> None:
-    tokenizer = _tokenizer(None)
-    size = len(tokenizer)
-    shift = 40 if setting == "first" else 111
-    encode, decode = tokenizer.encode, tokenizer.decode
-    special = {tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.all_special_ids}
-
-    def moved(ids: Any, by: int) -> list[int]:
-        return [each if each in special else (each - 10 + by) % (size - 10) + 10 for each in ids]
-
-    original = tokenizer.apply_chat_template
-
-    def apply_chat_template(*arguments: Any, **others: Any) -> Any:
-        found = original(*arguments, **others)
-        return found
-
-    del encode, decode, apply_chat_template, moved, original, shift
 
 
 def _tokenizer(template: str | None) -> Any:
@@ -305,9 +268,7 @@ PLANTS: Mapping[str, Plant] = {
     "length_reward": Plant(("reward_without_solving", "rewards_follow_length"), _reward(by_length)),
     "format_reward": Plant(("reward_without_solving",), _reward(by_format)),
     "truncated": Plant(("answers_cut_off",), _setting(generator__sampling__max_generate_length=(9, 12))),
-    "solved_already": Plant(
-        ("zero_variance_groups",), _reward(lambda completion, answer: float(len(answer) > 1)), recorded={}
-    ),
+    "row_decides": Plant(("zero_variance_groups",), _reward(lambda completion, answer: float(len(answer) > 1))),
     "rate_too_high": Plant(("training_breaks",), _setting(trainer__policy__optimizer__lr=(2e-2, 8e-3))),
     "rate_too_low": Plant(("nothing_is_learned",), _setting(trainer__policy__optimizer__lr=(1e-10, 1e-9))),
     "stale_weights": Plant(("stale_weights",), _stale(2)),
@@ -332,7 +293,7 @@ def make(name: str, setting: str, folder: Path) -> None:
     plant.change(settings, setting)
     output = folder / setting / name
     shutil.rmtree(output, ignore_errors=True)
-    config = load_config("+experiment=gsm8k_multiturn", f"output_dir={output}", *plant.overrides, settings=settings)
+    config = load_config("+experiment=gsm8k_multiturn", f"output_dir={output}", settings=settings)
     try:
         train(config)
     except Exception as error:  # an ill run may end by an error
@@ -363,7 +324,8 @@ def check(folder: Path) -> int:
         missed += not ok
         rest = ", ".join(f"{each.rule}({each.level[0]})" for each in findings[:5])
         print(
-            f"{'ok  ' if ok else 'MISS'} {run.root.name:22} {time.perf_counter() - began:4.1f} s  {rest}  {tables.problems[:1] or ''}"
+            f"{'ok  ' if ok else 'MISS'} {run.root.name:22} {time.perf_counter() - began:4.1f} s  {rest}",
+            *tables.problems[:1],
         )
     print(f"{missed} not named rightly")
     return missed

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_train.doctor.all_rules import CAUSES, RULES
 from skyrl_train.doctor.findings import MAX_FINDINGS, Finding, Rule, diagnose
-from skyrl_train.doctor.rules import CAUSES, RULES
 from skyrl_train.doctor.tables import Tables
 from skyrl_train.errors import counted
 from skyrl_train.telemetry.reading import Run

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from skyrl_train.doctor import RULES, Finding, Tables, examine
-from skyrl_train.doctor.__main__ import main
+from skyrl_train.doctor import Finding, Tables, examine
+from skyrl_train.doctor.all_rules import RULES
+from skyrl_train.main_doctor import main
 from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.telemetry.records import arrow_schema
 

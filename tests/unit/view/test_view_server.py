@@ -17,7 +17,6 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from skyrl_train.telemetry.reading import find_runs
-from skyrl_train.telemetry.reading.sources import _last_step
 from skyrl_train.view import server
 from skyrl_train.view.answers import Answers
 from skyrl_train.view.rollouts import RolloutIndex
@@ -138,4 +137,5 @@ def test_a_name_that_leads_to_no_file_of_the_page_is_none(name: str) -> None:
 
 def test_a_step_that_is_no_whole_number_is_no_step(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1e999}\n')
-    assert _last_step(tmp_path / "metrics.jsonl") is None
+    (run,) = find_runs([tmp_path])
+    assert run.describe()["last_step"] is None

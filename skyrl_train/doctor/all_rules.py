@@ -1,4 +1,4 @@
-"""The rules: by subject in the modules beside, by name here, with what explains what."""
+"""Every rule by its name, and what explains what."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from skyrl_train.doctor.findings import Rule
 from skyrl_train.doctor.rules import answers, data, engines, rewards, update
-
-__all__ = ["CAUSES", "RULES"]
 
 _RULES: Sequence[Rule] = (
     *(update.not_finite, update.training_breaks, update.gradient_always_clipped, update.advantages_off),
