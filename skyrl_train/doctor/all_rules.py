@@ -42,6 +42,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "conversation_goes_on_by_itself",
         "unreadable_answers",
         "never_ends",
+        "training_breaks",
         "repetition",
         "length_changes",
     ),

@@ -60,7 +60,8 @@ def zero_variance_groups(run: Tables) -> Iterator[Finding]:
 
 def verifier_contradicts_truth(run: Tables) -> Iterator[Finding]:
     """Answers that state the row's truth get the lowest reward, or others the highest."""
-    known = [each for each in _judged(run) if each.truth is not None and _final(each.text)]
+    whole = [each for each in _judged(run) if not any(turn.stop_reason == "length" for turn in each.turns)]
+    known = [each for each in whole if each.truth is not None and _final(each.text)]
     if len(known) < _FEW:
         return
     right = [each for each in known if _final(each.text) == _final(each.truth or "")]

@@ -43,6 +43,7 @@ def training_breaks(run: Tables) -> Iterator[Finding]:
     if len(reward) < 8:
         return
     smooth = np.convolve(reward.values, np.ones(3) / 3, mode="valid")
+    smooth[0] = reward.values[0]  # which a first update of that kind may end
     best = int(np.argmax(smooth))
     lost = smooth[best] - smooth[-1]
     kl, norm, entropy = (run.series(f"policy/{name}") for name in ("approx_kl", "grad_norm", "entropy"))
