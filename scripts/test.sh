@@ -3,7 +3,7 @@
 # vLLM engine, for which vLLM's CPU build is installed; with --browser those of the viewer's page, for which Chromium is
 # installed where it can be. Where CI=true all four.
 # Other arguments go to pytest: ./scripts/test.sh tests/unit -k resume
-# The first two run on all cores, eight at most; `-n 0` runs them in one process.
+# The first two run in one process more than there are cores, eight at most: some wait. `-n 0` runs them in one.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh
@@ -31,6 +31,8 @@ given=$#
 ensure_env dev
 # More threads than free cores make torch spin: on small models one is fastest.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Images set it to stay small. Here hundreds of processes import the package, and each would compile it again.
+unset PYTHONDONTWRITEBYTECODE
 
 status=0
 # $1: a mark; the rest as given, or else the files that have it, since to collect all takes half a minute. 5 means nothing
@@ -47,7 +49,10 @@ run_marked() {
     [ "$status" -ne 0 ] || [ "$marked_status" -eq 5 ] || status=$marked_status
 }
 
-parallel='-n auto --maxprocesses 8 --dist worksteal'
+# nproc knows which cores this process may have; OMP_NUM_THREADS, which it also looks at, says nothing of them.
+cores=$(OMP_NUM_THREADS='' nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+workers=$((cores < 8 ? cores + 1 : 8))
+parallel="-n $workers --dist worksteal"
 # shellcheck disable=SC2086
 "$python" -m pytest $parallel "$@" || status=$?
 if [ "$slow" = true ] && ! ensure_smollm2 smollm2,reasoning-gym "accelerate, gguf, reasoning_gym"; then

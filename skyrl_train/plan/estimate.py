@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -169,24 +170,47 @@ def assumed_lengths(generator: GeneratorConfig, *, seed: int, max_prompt_length:
     `max_turns` turns with equal chances, everything cut at `max_context_length`. The samples of a prompt share it, and
     each turn extends the one before.
     """
-    samples = generator.n_samples_per_prompt
+    return _assumed_lengths(
+        samples=generator.n_samples_per_prompt,
+        longest=generator.sampling.max_generate_length,
+        max_turns=generator.max_turns,
+        max_context_length=generator.max_context_length,
+        max_prompt_length=max_prompt_length,
+        is_step_wise=generator.is_step_wise,
+        seed=seed,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _assumed_lengths(
+    *,
+    samples: int,
+    longest: int,
+    max_turns: int,
+    max_context_length: int,
+    max_prompt_length: int,
+    is_step_wise: bool,
+    seed: int,
+) -> RowLengths:
+    """Draw them once: 4,096 trajectories take a tenth of a second, and a search for a form asks at each step."""
     rng = np.random.default_rng(derive_seed(seed, "assumed_lengths"))
-    longest = generator.sampling.max_generate_length
     trajectories: list[Rows] = []
     shared: list[Rows] = []
     prompt = 0
     for number in range(ASSUMED_TRAJECTORIES):
-        turns = int(rng.integers(1, generator.max_turns + 1))
+        turns = int(rng.integers(1, max_turns + 1))
         if number % samples == 0:
             prompt = int(rng.integers(max(1, max_prompt_length // 2), max_prompt_length + 1))
         responses = np.clip(longest / 3 * np.exp(0.9 * rng.standard_normal(turns)), 1, longest).astype(np.int64)
         observed = rng.integers(1, max(2, longest // 4), turns)
-        ends = np.minimum(prompt + np.cumsum(responses + observed) - observed, generator.max_context_length)
+        ends = np.minimum(prompt + np.cumsum(responses + observed) - observed, max_context_length)
         within = max(1, int((np.diff(ends, prepend=0) > 0).sum()))
-        rows = ends[:within] if generator.is_step_wise else ends[within - 1 : within]
+        rows = ends[:within] if is_step_wise else ends[within - 1 : within]
         trajectories.append(rows)
         shared.append(np.concatenate([[min(prompt, int(rows[0]))], rows[:-1]]))
-    share = f"up to {max_prompt_length} prompt and {longest} response tokens, 1 to {generator.max_turns} turns"
+    for each in (*trajectories, *shared):
+        each.setflags(write=False)  # all who ask have the same ones
+    share = f"up to {max_prompt_length} prompt and {longest} response tokens, 1 to {max_turns} turns"
     numbers = range(0, ASSUMED_TRAJECTORIES, samples)
     return RowLengths(
         trajectories=tuple(trajectories),

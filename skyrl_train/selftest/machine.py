@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from packaging.requirements import Requirement
 
 from skyrl_train.system import DISTRIBUTION, requirements
@@ -59,6 +58,7 @@ def detect_machine(context: object, *, device: str) -> dict[str, Any]:
     Return the fields of a `Machine`. Raises RuntimeError for `cuda` where torch finds no device.
     """
     del context
+    import torch  # here, since the parent must begin where torch is broken, and a case that needs none is quicker
 
     found = [] if device == "cpu" or not torch.cuda.is_available() else list(_cuda_devices())
     if device == "cuda" and not found:
@@ -83,6 +83,8 @@ def detect_machine(context: object, *, device: str) -> dict[str, Any]:
 
 
 def _cuda_devices() -> Iterator[dict[str, Any]]:
+    import torch
+
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         yield {

@@ -301,12 +301,18 @@ def is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
+_FEW_OBJECTS = 200_000
+"""Those of torch and transformers are twice as many or more, through which a collection takes a quarter of a second."""
+
+
 @contextmanager
 def _start_up_uncollected() -> Iterator[None]:
     """Within the block the garbage collector leaves alone what there was before it: modules of torch and transformers, of
     which each look through all objects took 0.3 s, every fifth step of the quickstart. A caller's own freeze of
     most of that stays; Python 3.12 has a few objects frozen at its start."""
-    if gc.get_freeze_count() > len(gc.get_objects()):
+    # To count what is frozen is to walk through it, which takes longer than to look through few objects that are not.
+    unfrozen = len(gc.get_objects())
+    if unfrozen < _FEW_OBJECTS or gc.get_freeze_count() > unfrozen:
         yield
         return
     gc.freeze()

@@ -107,7 +107,7 @@ def test_every_reduction_has_one_gradient(learner: PolicyLearner, reduction: str
         assert distance(found, expected) < TOLERANCE, (layout, merge)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     layout=st.sampled_from(LAYOUTS),
@@ -181,7 +181,7 @@ def test_an_on_policy_update_needs_no_old_log_probabilities(learner: PolicyLearn
     learner._on_policy, learner._algorithm = False, ALGORITHM
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     layout=st.sampled_from(LAYOUTS),

@@ -47,7 +47,7 @@ def one_by_one(critic: CriticLearner, batch: TrainingInputBatch) -> Tensor:
     return flat_gradient(critic)  # type: ignore[arg-type]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     layout=st.sampled_from(LAYOUTS),

@@ -176,10 +176,15 @@ def test_no_slow_test_is_fine_and_any_other_failure_counts(
     assert result.returncode == expected
 
 
-def test_the_slow_tests_take_the_same_arguments(installed_clone: Path, bin_dir: Path) -> None:
+@pytest.mark.parametrize(("found", "workers"), [(1, 2), (2, 3), (7, 8), (8, 8), (64, 8)])
+def test_the_slow_tests_take_the_same_arguments_and_one_process_more_than_cores(
+    installed_clone: Path, bin_dir: Path, found: int, workers: int
+) -> None:
+    add_program(bin_dir / "nproc", f"echo {found}")
+
     result = run_installed(installed_clone, bin_dir, "test.sh", "-k", "a or b", "--slow")
 
-    cores = "[-n][auto][--maxprocesses][8][--dist][worksteal]"
+    cores = f"[-n][{workers}][--dist][worksteal]"
     assert result.stdout == (
         f"[-m][pytest]{cores}[-k][a or b][-m][pytest][-m][slow and not gpu and not nightly and not cluster]{cores}"
         "[-k][a or b]"

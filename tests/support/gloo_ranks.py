@@ -16,8 +16,7 @@ from skyrl_train.distributed import join, leave
 from skyrl_train.endpoints import Rendezvous
 
 DEADLINE_S = 300.0
-"""Of joining and of each collective. Ranks import torch and transformers on their way, and on a busy machine one may be
-a minute behind the other: that is no failure."""
+"""Of joining and of each collective. On a busy machine one rank may be a minute behind the other: that is no failure."""
 END_S = 900.0
 """Of all of it."""
 
@@ -28,12 +27,14 @@ def on_ranks(
     """What `body(rank, folder, *args)` returned on each rank, in order. Fails as soon as one of them does, or where one
     waits for another for longer than `deadline_s`."""
     meeting = folder / f"meeting-{uuid4().hex}"
+    # Ranks are forks of a process that imported all this once and has run nothing: a spawned one takes four seconds for it.
+    multiprocessing.set_forkserver_preload(["tests.support.sequence_cases", body.__module__])
     context = multiprocessing.start_processes(
         _rank,
-        args=(body, folder, args, meeting, num_ranks, deadline_s),
+        args=(body, folder, args, meeting, num_ranks, deadline_s, dict(os.environ)),
         nprocs=num_ranks,
         join=False,
-        start_method="spawn",
+        start_method="forkserver",
     )
     assert context is not None
     ends = time.monotonic() + END_S
@@ -58,7 +59,10 @@ def _rank(
     meeting: Path,
     num_ranks: int,
     deadline_s: float,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()  # the server's is that of the first test that had ranks
+    os.environ.update(environment)
     torch.set_num_threads(1)
     join(
         Rendezvous(rank=rank, num_ranks=num_ranks, init_method=f"file://{meeting}", timeout_s=deadline_s),

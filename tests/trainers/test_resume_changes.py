@@ -39,6 +39,9 @@ SHAPES_AND_TOKENS = {
 """What no run can begin from a checkpoint with, changed: other tensors, of the weights or of the optimizer's state,
 or other meanings of the same token ids."""
 
+GROUPS = 20
+"""In which all settings are left out of a checkpoint."""
+
 
 @dataclass
 class Saved:
@@ -244,9 +247,12 @@ def test_shapes_of_what_the_checkpoint_does_not_hold_are_free_to_choose(saved: l
 def test_a_checkpoint_of_before_a_setting_existed_had_its_default(base: int) -> None:
     config = bases()[base]
     flat, default = flat_config(config), flat_config(type(config)())
-    for field in settings(config):
-        recorded = {name: value for name, value in flat.items() if name != field.path}
-        expected = [] if flat.get(field.path) == default.get(field.path) else [field.path]
+    paths = [field.path for field in settings(config)]
+    # Each once, several at a time: to compare two whole configurations takes a hundredth of a second. Neighbours stay.
+    for first in range(GROUPS):
+        younger = set(paths[first::GROUPS])
+        recorded = {name: value for name, value in flat.items() if name not in younger}
+        expected = sorted(path for path in younger if flat.get(path) != default.get(path))
         assert [change.setting for change in changes_since(recorded, flat, type(config))] == expected
 
 

@@ -181,8 +181,12 @@ def test_a_choice_takes_less_than_five_seconds_where_the_model_was_traced(nodes:
 # All forms
 
 
-WORK = Search(gpu_config(CLUSTER), Devices()).work
-"""Of the one task that all cases have."""
+@functools.cache
+def work() -> StepWork:
+    """Of the one task that all cases have."""
+    return Search(gpu_config(CLUSTER), Devices()).work
+
+
 MODELS = (
     "Qwen2.5-0.5B",
     "Qwen2.5-1.5B",
@@ -289,19 +293,19 @@ def score_of(form: Config, config: Config, devices: Devices) -> float:
     model = replace(ScaledModel.named(config.model.path), state_bytes=8)
     whole = Device(memory_bytes=devices.memory_gb * 1e9)
     device = replace(whole, node_size=placement.policy_num_gpus_per_node)
-    work = WORK
+    of_step = work()
     recomputed = bool(form.model.gradient_checkpointing)
-    update = quickest(model, strategy, placement.policy_num_workers, work, device, recomputed)
+    update = quickest(model, strategy, placement.policy_num_workers, of_step, device, recomputed)
     size, shared = vllm.tensor_parallel_size, placement.colocate_all
-    rates = engine_rates(model, size, whole, mean_length=work.update.mean_length, max_seqs=1024)
-    assert work.rollouts is not None
-    rollouts, _ = rollout_s(rates, work.rollouts, vllm.num_engines)
+    rates = engine_rates(model, size, whole, mean_length=of_step.update.mean_length, max_seqs=1024)
+    assert of_step.rollouts is not None
+    rollouts, _ = rollout_s(rates, of_step.rollouts, vllm.num_engines)
     weights = 2 * model.counts.total
     kept = sum(update.memory.get(kind, 0) for kind in ("parameters", "optimizer state"))
     moves = 2 * (kept + weights / size) / device.host_rate if shared else 0.0
     on_one_node = shared or (nodes == 1)
     sync = update.seconds["weight sync"] + weights / (device.node_rate if on_one_node else device.network_rate)
-    step = rollouts + moves + work.num_updates * update.step_s + sync
+    step = rollouts + moves + of_step.num_updates * update.step_s + sync
     default = StrategyConfig(name="fsdp2", cpu_offload=False)
     cuts = ("tensor_parallel_size", "sequence_parallel_size")
     changed = [name for name, value in vars(strategy).items() if value != vars(default)[name]]

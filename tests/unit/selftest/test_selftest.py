@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -203,6 +204,13 @@ def test_the_command_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: 
 def test_a_device_that_is_not_there_is_status_2_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cuda"]) == 2
     assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_neither_the_parent_nor_a_worker_before_its_case_imports_torch() -> None:
+    """A torch that cannot be imported is a row of the report, and a case that needs none is quick."""
+    loaded = "import sys; import skyrl_train.selftest.__main__; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True, timeout=120)
+    assert answer.stdout.strip() == "False"
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_first_case(
