@@ -46,6 +46,10 @@ class Piece(NamedTuple):
     """How many values of the box are there, behind as many int32 indices into it, flat; -1: all values and no index."""
 
 
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""What a rank has of a parameter: its place among the names of a bucket, where the box begins in it, and the box's shape."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Some whole parameters. Where none of `data`, `path`, `handles` and `tensors` is given, the bytes come through a
@@ -88,6 +92,23 @@ class Bucket:
             if entry.name not in ("tensors", "parts", "tolerance")
         }
         return plain | {"parts": [part.fields() for part in self.parts]}
+
+
+def bucket_of(fields: dict[str, Any]) -> Bucket:
+    """Return the bucket whose `fields` these are, which may have come as JSON."""
+    return Bucket(
+        names=tuple(fields["names"]),
+        dtypes=tuple(fields["dtypes"]),
+        shapes=tuple(tuple(shape) for shape in fields["shapes"]),
+        checksum=fields["checksum"],
+        data=fields["data"],
+        path=fields["path"],
+        handles=fields["handles"] or {},
+        pieces=tuple(Piece(tuple(offset), tuple(whole), count) for offset, whole, count in fields["pieces"]),
+        parts=tuple(bucket_of(part) for part in fields["parts"]),
+        rank=fields["rank"],
+        update=fields["update"],
+    )
 
 
 def pack(
@@ -192,6 +213,63 @@ def index_bytes(count: int) -> int:
     return 4 * (count + count % 2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """What a sync of the same ranks to the same workers brings, each time."""
+
+    sender_nodes: tuple[str, ...]
+    """Node of each rank."""
+    receiver_nodes: tuple[str, ...]
+    """Node of each worker of an engine, those of the first engine first."""
+    buckets: tuple[Bucket, ...]
+    boxes: tuple[tuple[tuple[Box, ...], ...], ...]
+    """What each rank has of each bucket, by rank and bucket."""
+
+    @property
+    def num_tensors(self) -> int:
+        """Parameters in all buckets."""
+        return sum(len(bucket.names) for bucket in self.buckets)
+
+    def part(self, rank: int, index: int, changed: Sequence[int] = ()) -> Bucket:
+        """Return what a rank sends of the bucket of this index: `changed` of each box, all of it where nothing is given."""
+        planned, boxes = self.buckets[index], self.boxes[rank][index]
+        counts = changed or (-1,) * len(boxes)
+        return Bucket(
+            names=tuple(planned.names[place] for place, _, _ in boxes),
+            dtypes=tuple(planned.dtypes[place] for place, _, _ in boxes),
+            shapes=tuple(shape for _, _, shape in boxes),
+            pieces=tuple(
+                Piece(offset, planned.shapes[place], count) for (place, offset, _), count in zip(boxes, counts)
+            ),
+            rank=rank,
+        )
+
+    def sizes(self) -> list[int]:
+        """Return the bytes that each rank sends where it sends all of its weights, headers aside."""
+        return [
+            sum(self.part(rank, index).num_bytes for index in range(len(self.buckets)))
+            for rank in range(len(self.boxes))
+        ]
+
+    def fields(self) -> dict[str, Any]:
+        """Return what passes to another process, in plain types."""
+        return {**vars(self), "buckets": [bucket.fields() for bucket in self.buckets]}
+
+
+def plan_of(fields: Mapping[str, Any]) -> StreamPlan:
+    """Return the plan whose `fields` these are, which may have come as JSON."""
+    boxes = tuple(
+        tuple(tuple((place, tuple(offset), tuple(shape)) for place, offset, shape in bucket) for bucket in rank)
+        for rank in fields["boxes"]
+    )
+    return StreamPlan(
+        sender_nodes=tuple(fields["sender_nodes"]),
+        receiver_nodes=tuple(fields["receiver_nodes"]),
+        buckets=tuple(map(bucket_of, fields["buckets"])),
+        boxes=boxes,
+    )
+
+
 Scores = Callable[[Any], Tensor]
 """Log-probabilities of a `TrainingInputBatch`, as `Learner.forward` gives them."""
 
@@ -250,18 +328,20 @@ class WeightSender:
         """Return a port of this node that nobody listens on at this moment."""
         raise NotImplementedError
 
+    def boxes(self, planned: Sequence[Bucket]) -> tuple[tuple[Box, ...], ...]:
+        """Return what `carry_part` would hand over of each bucket."""
+        raise NotImplementedError
+
+    def take_plan(self, plan: StreamPlan) -> None:
+        """Keep what the syncs are that follow the next `meet`."""
+        raise NotImplementedError
+
     def meet(self, rendezvous: Rendezvous) -> None:
-        """Join the other ranks and the engines' workers, in place of any group that this rank was in."""
+        """Join the other ranks and the engines' workers by the plan, in place of any whom this rank had met."""
         raise NotImplementedError
 
-    def hold_part(self, planned: Bucket) -> Bucket:
-        """Keep the bytes that `carry_part` would return on this rank's device, until `broadcast` has sent them, and return
-        what describes them."""
-        raise NotImplementedError
-
-    def broadcast(self, sizes: Sequence[int]) -> None:
-        """Send what is held to those whom `meet` met, who must be waiting: one rank after the other, of so many bytes
-        each."""
+    def stream(self, version: int, update: Update, tolerance: float) -> int:
+        """Send this rank's parts of all buckets to those whom `meet` met, who must be waiting, and return their bytes."""
         raise NotImplementedError
 
     def device(self) -> str:
