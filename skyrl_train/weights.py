@@ -13,6 +13,8 @@ The memory that they are packed into and their checksum are what a sync costs be
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -131,21 +133,32 @@ def pack(
 
 def unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The parameters, as views of `flat`. Raises EngineError where its bytes are not those that were packed."""
-    slices = verified_slices(bucket, flat)
-    for name, dtype, shape, (start, num_bytes) in zip(bucket.names, bucket.dtypes, bucket.shapes, slices):
-        yield name, flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)
+    yield from (pair for _, pair in views_of(bucket, verified_slices(bucket, flat), flat))
+
+
+def slices_in(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
+    """Return where each entry begins in `flat`, and its bytes. Raises EngineError where it has another size."""
+    slices, size = slices_of(bucket)
+    if size != len(flat):
+        raise EngineError(f"weights from {_first(bucket)!r} on are {len(flat)} bytes; their shapes make {size}")
+    return slices
+
+
+def require_checksum(bucket: Bucket, found: int) -> None:
+    """Raise EngineError where bytes whose checksum was found are not those that were packed."""
+    if found != bucket.checksum:
+        raise EngineError(f"weights from {_first(bucket)!r} on arrived damaged: their checksum differs")
 
 
 def verified_slices(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
-    """Return where each entry begins in `flat`, and its bytes. Raises EngineError where they are not those that were
-    packed."""
-    slices, size = slices_of(bucket)
-    first = bucket.names[0] if bucket.names else ""
-    if size != len(flat):
-        raise EngineError(f"weights from {first!r} on are {len(flat)} bytes; their shapes make {size}")
-    if checksum_of(flat) != bucket.checksum:
-        raise EngineError(f"weights from {first!r} on arrived damaged: their checksum differs")
+    """Return as `slices_in`. Raises EngineError where the bytes are not those that were packed."""
+    slices = slices_in(bucket, flat)
+    require_checksum(bucket, checksum_of(flat))
     return slices
+
+
+def _first(bucket: Bucket) -> str:
+    return bucket.names[0] if bucket.names else ""
 
 
 def pack_bucket(tensors: Iterable[tuple[str, Tensor]], memory: Memory | None = None) -> Bucket:
@@ -156,14 +169,28 @@ def pack_bucket(tensors: Iterable[tuple[str, Tensor]], memory: Memory | None = N
 
 def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The parameters, copied out of a bucket that carries its bytes. Raises EngineError as `unpack` does."""
-    yield from unpack(bucket, copied(bucket))
+    flat = carried_bytes(bucket)
+    named = views_of(bucket, slices_in(bucket, flat), host_bytes(len(flat)))
+    require_checksum(bucket, copy_out(flat, [(start, tensor) for start, (_, tensor) in named]))
+    yield from (pair for _, pair in named)
 
 
-def copied(bucket: Bucket) -> Tensor:
-    """Return the bytes that a bucket carries, or that are in its file, on the CPU and in memory of their own."""
-    if bucket.data is not None:
-        return torch.from_numpy(bucket.data.copy())
-    return torch.from_numpy(np.fromfile(bucket.path, dtype=np.uint8))
+def views_of(bucket: Bucket, slices: Sequence[tuple[int, int]], flat: Tensor) -> list[tuple[int, tuple[str, Tensor]]]:
+    """Return each parameter of a bucket of whole ones as a view of `flat`, with its name, and where it begins."""
+    return [
+        (start, (name, flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)))
+        for name, dtype, shape, (start, num_bytes) in zip(bucket.names, bucket.dtypes, bucket.shapes, slices)
+    ]
+
+
+def carried_bytes(bucket: Bucket) -> Tensor:
+    """Return the bytes that a bucket carries, or that are in its file, on the CPU and where they are: to be read alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if bucket.data is not None:
+            return torch.from_numpy(bucket.data)
+        is_empty = not Path(bucket.path).stat().st_size  # which cannot be mapped
+        return torch.from_numpy(np.empty(0, np.uint8) if is_empty else np.memmap(bucket.path, np.uint8, mode="r"))
 
 
 def in_file(bucket: Bucket, path: Path) -> Bucket:
@@ -488,6 +515,30 @@ class Memory:
         return self._flat[:num_bytes]
 
 
+class Blocks:
+    """Memory of the host for tensors that others may keep: a block is taken again once nothing lies in it any more. Two
+    blocks at most are kept for that."""
+
+    _KEPT = 2
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[NDArray[np.uint8], weakref.ref[NDArray[np.uint8]]]] = []
+        """Each with what tensors in it keep alive, by torch's own reference to the array that they were made from."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return so many bytes `[num_bytes]`, with anything in them."""
+        free = [block for block, used in self._blocks if used() is None]
+        self._blocks = [each for each in self._blocks if each[1]() is not None]
+        fitting = [block for block in free if len(block) >= num_bytes]
+        del free
+        block = fitting[0] if fitting else np.empty(max(1, num_bytes), dtype=np.uint8)
+        others: list[NDArray[np.uint8]] = fitting[1:]
+        used = block[:num_bytes]
+        unused: list[Any] = [(each, lambda: None) for each in others]
+        self._blocks = [*unused, *self._blocks, (block, weakref.ref(used))][-self._KEPT :]
+        return torch.from_numpy(used)
+
+
 def host_bytes(num_bytes: int) -> Tensor:
     """Return fresh bytes of the host, with anything in them. NumPy asks for huge pages for them, torch does not."""
     return torch.from_numpy(np.empty(max(1, num_bytes), dtype=np.uint8))[:num_bytes]
@@ -558,3 +609,21 @@ class Packing:
         """Return the checksum, now that all is there."""
         self.flat[self._end :].zero_()
         return self._checksum.value()
+
+
+def copy_out(flat: Tensor, places: Iterable[tuple[int, Tensor]]) -> int:
+    """Copy what lies from each start of packed bytes on into a tensor of the host, of as many values, and return the
+    checksum of all bytes, which are summed while a core's cache has them: they pass through memory once."""
+    checksum = Checksum(flat)
+    for start, target in places:
+        size = target.element_size()
+        values = flat[start : start + size * target.numel()].view(target.dtype)
+        if target.is_contiguous():
+            target, step = target.view(-1), 4 * _LANES // size
+        else:
+            values, step = values.view(target.shape), max(1, 4 * _LANES * len(target) // (size * target.numel()))
+        row = size * target[:1].numel()
+        for low in range(0, len(target), step):
+            checksum.advance(start + row * min(low + step, len(target)))
+            target[low : low + step].copy_(values[low : low + step])
+    return checksum.value()

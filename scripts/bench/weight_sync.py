@@ -171,7 +171,7 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> l
     import torch
 
     from skyrl_train.weight_sync import Arrivals, Entry, pack_part
-    from skyrl_train.weights import Bucket, Memory, Piece, bucket_names, copied, size_of
+    from skyrl_train.weights import Bucket, Memory, Piece, bucket_names, carried_bytes, size_of
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
@@ -208,10 +208,10 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> l
 
     bytes_ = [torch.randint(0, 256, (bucket.num_bytes,), dtype=torch.uint8) for bucket in planned]
     copies = [each.clone() for each in bytes_]
+    arrivals = Arrivals()
     seconds: dict[str, list[float]] = {"copy": [], "pack": [], "unpack": []}
     for _ in range(rounds + 1):
         took = dict.fromkeys(seconds, 0.0)
-        arrivals = Arrivals()
         arrivals.begin()
         for bucket, source, target in zip(planned, bytes_, copies):
             started = time.process_time()
@@ -219,7 +219,7 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> l
             is_copied = time.process_time()
             parts = parts_of(bucket)
             packed = time.process_time()
-            for _ in arrivals.take(replace(bucket, parts=tuple(parts)), copied):
+            for _ in arrivals.take(replace(bucket, parts=tuple(parts)), carried_bytes):
                 pass
             took["unpack"] += time.process_time() - packed
             took["copy"] += is_copied - started

@@ -19,16 +19,21 @@ from torch import Tensor
 
 from skyrl_train.errors import EngineError
 from skyrl_train.weights import (
+    Blocks,
     Bucket,
     Memory,
     Packing,
     Piece,
+    copy_out,
     dtype_name,
     host_bytes,
     index_bytes,
+    require_checksum,
+    slices_in,
     slices_of,
     tensors_of,
     verified_slices,
+    views_of,
 )
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,13 +125,16 @@ class Arrivals:
         self._open: dict[str, Tensor] = {}
         self._num_missing: dict[str, int] = {}
         self._kept: dict[str, Tensor] = {}
+        self._blocks = Blocks()
 
     def begin(self) -> None:
         """Forget what an update that failed has left."""
         self._open, self._num_missing = {}, {}
 
     def take(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters that are whole now, as the bucket has them. `flat_of` gives the bytes of a part.
+        """Yield parameters that are whole now, as the bucket has them, in memory of their own. `flat_of` gives the bytes of
+        a part: in the host they are copied from there and summed in one pass, so that they may be anybody's; on a device
+        they are this engine's.
 
         Raises EngineError where bytes are damaged or missing, and for changes of what was not kept.
         """
@@ -135,45 +143,62 @@ class Arrivals:
         if bucket.tensors:
             yield from tensors_of(bucket)
             return
+        self._open = {}
         for part in bucket.parts or (bucket,):
-            yield from self._take_part(part, flat_of(part))
+            yield from self._take_part(part, flat_of(part), bucket)
         if lacking := [name for name in bucket.names if self._num_missing.get(name)]:
             raise EngineError(f"of {lacking[0]} {self._num_missing[lacking[0]]} values did not arrive")
 
-    def _take_part(self, part: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        slices = verified_slices(part, flat)
+    def _take_part(self, part: Bucket, flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        on_host = flat.device.type == "cpu"
+        slices = slices_in(part, flat) if on_host else verified_slices(part, flat)
         pieces = part.pieces or tuple(Piece((0,) * len(shape), tuple(shape)) for shape in part.shapes)
+        arrived: list[tuple[str, Tensor, Tensor, Tensor, Piece]] = []
         for name, dtype, shape, piece, (start, num_bytes) in zip(part.names, part.dtypes, part.shapes, pieces, slices):
             data, type_ = flat[start : start + num_bytes], getattr(torch, dtype)
-            if piece.num_changed < 0 and tuple(piece.whole) == tuple(shape) and part.update == "":
-                yield name, data.view(type_).view(shape)
+            if not on_host and piece.num_changed < 0 and tuple(piece.whole) == tuple(shape) and part.update == "":
+                whole = data.view(type_).view(shape)  # which is this engine's
+                arrived.append((name, whole, whole, data[:0], piece))
                 continue
-            whole = self._whole(name, piece, type_, part, flat.device)
+            whole = self._whole(name, piece, type_, bucket, flat.device)
             box = whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]
-            if piece.num_changed < 0:
+            if not on_host and piece.num_changed < 0:
                 box.copy_(data.view(type_).view(shape))
-            elif piece.num_changed:
-                first = index_bytes(piece.num_changed)
-                indices = data[: _INDEX_BYTES * piece.num_changed].view(torch.int32).long()
-                values = box.flatten()
-                values[indices.to(values.device)] = data[first:].view(type_).to(values.device)
-                box.copy_(values.view(shape))
-            self._num_missing[name] -= math.prod(shape)
+            arrived.append((name, whole, box, data, piece))
+        if on_host:
+            places = zip(slices, arrived)
+            whole_boxes = [(start, box) for (start, _), (_, _, box, _, piece) in places if piece.num_changed < 0]
+            require_checksum(part, copy_out(flat, whole_boxes))
+        for name, whole, box, data, piece in arrived:
+            if piece.num_changed > 0:
+                _put_changes(box, data, piece.num_changed)
+            self._num_missing[name] = self._num_missing.get(name, whole.numel()) - box.numel()
             if not self._num_missing[name]:
                 self._open.pop(name, None)
                 yield name, whole
 
-    def _whole(self, name: str, piece: Piece, dtype: torch.dtype, part: Bucket, device: torch.device) -> Tensor:
+    def _whole(self, name: str, piece: Piece, dtype: torch.dtype, bucket: Bucket, device: torch.device) -> Tensor:
         """The tensor that the pieces go to: one of this update alone, or that which is kept, in host memory."""
         shape = tuple(piece.whole)
-        self._num_missing.setdefault(name, math.prod(shape))
-        if part.update == "":
+        if bucket.update == "":
+            if not self._open and device.type == "cpu":
+                planned = replace(bucket, pieces=(), parts=())
+                flat = self._blocks.take(planned.num_bytes)
+                self._open = dict(view for _, view in views_of(planned, slices_of(planned)[0], flat))
             if name not in self._open:
                 self._open[name] = _empty(shape, dtype, device)
             return self._open[name]
         kept = self._kept.get(name)
         if kept is None or kept.shape != shape or kept.dtype != dtype:
-            if part.update == "changes":
+            if bucket.update == "changes":
                 raise EngineError(f"only what changed of {name} arrived, at an engine that does not have the rest")
             kept = self._kept[name] = _empty(shape, dtype, torch.device("cpu"))
         return kept
+
+
+def _put_changes(box: Tensor, data: Tensor, count: int) -> None:
+    """Write so many values of a box, which lie behind their indices."""
+    indices = data[: _INDEX_BYTES * count].view(torch.int32).long()
+    values = box.flatten()
+    values[indices.to(values.device)] = data[index_bytes(count) :].view(box.dtype).to(values.device)
+    box.copy_(values.view(box.shape))

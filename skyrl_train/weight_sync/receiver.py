@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.parts import Arrivals
-from skyrl_train.weights import Bucket, StreamPlan, Update, copied
+from skyrl_train.weights import Bucket, StreamPlan, Update, carried_bytes
 
 if TYPE_CHECKING:
     from skyrl_train.endpoints import Rendezvous
@@ -131,7 +131,7 @@ class WholeWeights(UpdatableEngine):
 
     def update(self, bucket: Bucket) -> None:
         """Keep the parameters. Raises EngineError for damaged bytes."""
-        self._arrived |= dict(self._arrivals.take(bucket, copied))
+        self._arrived |= dict(self._arrivals.take(bucket, carried_bytes))
 
     def finish_update(self, version: int, num_tensors: int) -> int:
         """Hand over what has come. Raises EngineError where that is not all, or not what the engine's model has."""

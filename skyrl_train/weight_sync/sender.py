@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from skyrl_train.distributed import own_box
+from skyrl_train.distributed import own_box, reshard
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
@@ -164,6 +164,7 @@ class RankSender(WeightSender):
     def _own_entries(self, planned: Bucket) -> Iterator[Entry]:
         """What this rank hands over of these parameters. Ranks gather those together that are no boxes."""
         self._require_there()
+        reshard(self._model)  # a forward without a backward leaves some whole, which are shards in every other sync
         weights, adapter = weights_by_name(self._model), adapter_tensors(self._model)
         rank, num_ranks = self._strategy.rank, self._strategy.num_ranks
         boxes: dict[str, tuple[Tensor, tuple[int, ...]]] = {}

@@ -106,36 +106,49 @@ class Topology:
         return {"enter": tuple(enter), "across": tuple(across), "within": tuple(within)}
 
     def hops(self, sizes: Sequence[int]) -> Iterator[Hop]:
-        """Yield what travels where each rank sends `sizes[rank]` bytes."""
-        entered = {leader: sum(sizes[rank] for rank in ranks) for leader, ranks in self.streams.items()}
+        """Yield what travels where each rank sends `sizes[rank]` bytes. A broadcast is a chain, from its root on."""
         for leader, ranks in self.streams.items():
             yield from (Hop("enter", rank, leader, sizes[rank]) for rank in ranks)
-        for lane in self.lanes:
-            for leader in lane:
-                yield from _chain("across", lane, leader, entered[leader])
-        for node in self.nodes:
-            for lane in self.lanes:
-                (leader,) = set(lane) & set(node)
-                yield from _chain("within", node, leader, sum(entered[each] for each in lane))
+        for stage, members, begun in self._rings(sizes):
+            for at, num_bytes in enumerate(begun):
+                turned = (*members[at:], *members[:at])
+                yield from (Hop(stage, source, target, num_bytes) for source, target in pairwise(turned) if num_bytes)
 
     def link_bytes(self, sizes: Sequence[int]) -> dict[Stage, StageBytes]:
-        """Return the most that a link carries in each stage, counted hop by hop."""
+        """Return the most that a link carries in each stage: of all hops, those of a ring summed by member."""
         nodes = (*self.sender_nodes, *self.receiver_nodes)
         carried: dict[tuple[Stage, str], dict[tuple[object, str], int]] = defaultdict(lambda: defaultdict(int))
-        for stage, source, target, num_bytes in self.hops(sizes):
-            is_near = nodes[source] == nodes[target]
-            ends: list[tuple[object, str]] = [(source, "out"), (target, "in")]
-            for end in ends:
-                carried[stage, "local" if is_near else "network"][end] += num_bytes
+
+        def carry(stage: Stage, participant: int, way: str, num_bytes: int, *, is_near: bool) -> None:
+            carried[stage, "local" if is_near else "network"][participant, way] += num_bytes
             if not is_near:
-                carried[stage, "node_network"][nodes[source], "out"] += num_bytes
-                carried[stage, "node_network"][nodes[target], "in"] += num_bytes
+                carried[stage, "node_network"][nodes[participant], way] += num_bytes
+
+        for leader, ranks in self.streams.items():
+            for rank in ranks:
+                is_near = nodes[rank] == nodes[leader]
+                carry("enter", rank, "out", sizes[rank], is_near=is_near)
+                carry("enter", leader, "in", sizes[rank], is_near=is_near)
+        for stage, members, begun in self._rings(sizes):
+            for member, own, following in zip(members, begun, (*begun[1:], *begun[:1])):
+                carry(stage, member, "in", sum(begun) - own, is_near=stage == "within")
+                # The last of a chain passes nothing on, who is the one ahead of its root.
+                carry(stage, member, "out", sum(begun) - following, is_near=stage == "within")
         stages: tuple[Stage, ...] = ("enter", "across", "within")
         kinds = ("network", "node_network", "local")
         return {
             stage: StageBytes(**{kind: max(carried[stage, kind].values(), default=0) for kind in kinds})
             for stage in stages
         }
+
+    def _rings(self, sizes: Sequence[int]) -> Iterator[tuple[Stage, tuple[int, ...], tuple[int, ...]]]:
+        """Yield the members of each group that broadcasts, and the bytes that each of them has and the others want."""
+        entered = {leader: sum(sizes[rank] for rank in ranks) for leader, ranks in self.streams.items()}
+        for lane in self.lanes:
+            yield "across", lane, tuple(entered[leader] for leader in lane)
+        brought = {leader: sum(entered[each] for each in lane) for lane in self.lanes for leader in lane}
+        for node in self.nodes:
+            yield "within", node, tuple(brought.get(member, 0) for member in node)
 
     def most_calls(self) -> int:
         """Return how many times the busiest participant passes bytes on, for each bucket and each of its two parts."""
@@ -150,11 +163,3 @@ class Topology:
             for participant in node:
                 calls[participant] += len(self.lanes) if len(node) > 1 else 0
         return max(calls.values())
-
-
-def _chain(stage: Stage, members: tuple[int, ...], root: int, num_bytes: int) -> Iterator[Hop]:
-    """A broadcast in which every member receives all bytes once, and all but the last pass them on."""
-    at = members.index(root)
-    turned = (*members[at:], *members[:at])
-    if num_bytes:
-        yield from (Hop(stage, source, target, num_bytes) for source, target in pairwise(turned))

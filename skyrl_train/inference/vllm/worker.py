@@ -26,7 +26,7 @@ from skyrl_train.inference.vllm.adapter import load_adapter
 from skyrl_train.inference.vllm.sampler import use_keyed_sampler
 from skyrl_train.telemetry.logs import stacks
 from skyrl_train.weight_sync import Arrivals, Rounding, StreamEnd, device_name, import_copy, rounded
-from skyrl_train.weights import Bucket, bucket_of, copied, plan_of
+from skyrl_train.weights import Bucket, bucket_of, carried_bytes, plan_of
 
 BACKEND = "skyrl_train_buckets"
 stacks.answer("vLLM worker")  # where this is a process of its own; the engine's answers already
@@ -143,7 +143,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """The bytes of a bucket, or of a part of one, in memory that this worker owns."""
         if bucket.handles:
             return import_copy(bucket.handles, self.device, bucket.num_bytes)
-        return copied(bucket)
+        return carried_bytes(bucket)
 
     def finish_weight_update(self) -> None:
         """Puts the layers back into the form that computes."""

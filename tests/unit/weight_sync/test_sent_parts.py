@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.parts import Arrivals, Entry, SentWeights, pack_part
-from skyrl_train.weights import Bucket, Piece, Update, copied, dtype_name
+from skyrl_train.weights import Bucket, Piece, Update, carried_bytes, dtype_name
 
 CPU = torch.device("cpu")
 Cut = Callable[[Tensor], list[tuple[Tensor, tuple[int, ...]]]]
@@ -64,7 +64,7 @@ class Ranks:
             part, flat = pack_part(entries, planned, CPU)
             parts.append(replace(part, data=flat.numpy()))
         self.engine.begin()
-        found = dict(self.engine.take(replace(planned, parts=tuple(parts)), copied))
+        found = dict(self.engine.take(replace(planned, parts=tuple(parts)), carried_bytes))
         return {name: tensor.clone() for name, tensor in found.items()}, sum(part.num_bytes for part in parts)
 
 
@@ -170,10 +170,10 @@ def test_a_part_that_is_damaged_or_missing_is_refused() -> None:
         )
         parts.append(replace(part, data=flat.numpy()))
     with pytest.raises(EngineError, match="of matrix 6 values did not arrive"):
-        list(Arrivals().take(replace(planned, parts=tuple(parts[:1])), copied))
+        list(Arrivals().take(replace(planned, parts=tuple(parts[:1])), carried_bytes))
     damaged = replace(parts[1], checksum=1)
     with pytest.raises(EngineError, match="arrived damaged"):
-        list(Arrivals().take(replace(planned, parts=(parts[0], damaged)), copied))
+        list(Arrivals().take(replace(planned, parts=(parts[0], damaged)), carried_bytes))
 
 
 @pytest.mark.parametrize("num_ranks", [8, 512])

@@ -60,6 +60,7 @@ PLACES = {
     "all on one node": ("aaaa", "aa"),
     "nodes that ranks and workers share": ("aabb", "bbcc"),
     "more workers than ranks": ("a", "bbccdd"),
+    "sixteen ranks and eight workers": ("aaaaaaaabbbbbbbb", "ccccdddd"),
 }
 
 
