@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.config.models import WEIGHT_BUCKET_BYTES
 from skyrl_train.endpoints import Endpoint, LocalEndpoint, Pending, Rendezvous
 from skyrl_train.errors import EngineError
 
-BUCKET_BYTES = 256 * 2**20
 _ALIGNMENT = 16
 _ROW_BYTES = 1024
 """A bucket is a whole number of these."""
@@ -201,7 +201,7 @@ def in_file(bucket: Bucket, path: Path) -> Bucket:
     return replace(bucket, data=None, path=str(path.absolute()))
 
 
-def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = BUCKET_BYTES) -> list[tuple[str, ...]]:
+def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = WEIGHT_BUCKET_BYTES) -> list[tuple[str, ...]]:
     """Neighbours whose sizes add up to at most `limit_bytes`; one that is larger stands alone."""
     buckets: list[list[str]] = []
     total = 0

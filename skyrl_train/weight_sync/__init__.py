@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from skyrl_train.weight_sync.rounding import Rounding, rounded
     from skyrl_train.weight_sync.sender import RankSender
     from skyrl_train.weight_sync.stream import StreamEnd, WeightGroup, topology_of
-    from skyrl_train.weight_sync.topology import StageBytes, Topology
+    from skyrl_train.weight_sync.topology import Stage, StageBytes, Topology
     from skyrl_train.weight_sync.transport import NoTransport, Probed, SyncRecords, WeightSync
     from skyrl_train.weight_sync.transports import Route, RouteSettings, auto
 
@@ -29,6 +29,7 @@ __all__ = [
     "Route",
     "RouteSettings",
     "SentWeights",
+    "Stage",
     "StageBytes",
     "StreamEnd",
     "SyncRecords",
