@@ -133,7 +133,9 @@ def pack(
 
 def unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The parameters, as views of `flat`. Raises EngineError where its bytes are not those that were packed."""
-    yield from (pair for _, pair in views_of(bucket, verified_slices(bucket, flat), flat))
+    slices = slices_in(bucket, flat)
+    require_checksum(bucket, checksum_of(flat))
+    yield from zip(bucket.names, views_of(bucket, slices, flat))
 
 
 def slices_in(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
@@ -144,17 +146,18 @@ def slices_in(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
     return slices
 
 
+def views_of(bucket: Bucket, slices: Sequence[tuple[int, int]], flat: Tensor) -> list[Tensor]:
+    """Return the parameters of a bucket of whole ones as views of `flat`."""
+    return [
+        flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)
+        for dtype, shape, (start, num_bytes) in zip(bucket.dtypes, bucket.shapes, slices)
+    ]
+
+
 def require_checksum(bucket: Bucket, found: int) -> None:
     """Raise EngineError where bytes whose checksum was found are not those that were packed."""
     if found != bucket.checksum:
         raise EngineError(f"weights from {_first(bucket)!r} on arrived damaged: their checksum differs")
-
-
-def verified_slices(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
-    """Return as `slices_in`. Raises EngineError where the bytes are not those that were packed."""
-    slices = slices_in(bucket, flat)
-    require_checksum(bucket, checksum_of(flat))
-    return slices
 
 
 def _first(bucket: Bucket) -> str:
@@ -170,17 +173,10 @@ def pack_bucket(tensors: Iterable[tuple[str, Tensor]], memory: Memory | None = N
 def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The parameters, copied out of a bucket that carries its bytes. Raises EngineError as `unpack` does."""
     flat = carried_bytes(bucket)
-    named = views_of(bucket, slices_in(bucket, flat), host_bytes(len(flat)))
-    require_checksum(bucket, copy_out(flat, [(start, tensor) for start, (_, tensor) in named]))
-    yield from (pair for _, pair in named)
-
-
-def views_of(bucket: Bucket, slices: Sequence[tuple[int, int]], flat: Tensor) -> list[tuple[int, tuple[str, Tensor]]]:
-    """Return each parameter of a bucket of whole ones as a view of `flat`, with its name, and where it begins."""
-    return [
-        (start, (name, flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)))
-        for name, dtype, shape, (start, num_bytes) in zip(bucket.names, bucket.dtypes, bucket.shapes, slices)
-    ]
+    slices = slices_in(bucket, flat)
+    own = views_of(bucket, slices, host_bytes(len(flat)))
+    require_checksum(bucket, copy_out(flat, [(start, tensor) for (start, _), tensor in zip(slices, own)]))
+    yield from zip(bucket.names, own)
 
 
 def carried_bytes(bucket: Bucket) -> Tensor:
@@ -252,11 +248,6 @@ class StreamPlan:
     boxes: tuple[tuple[tuple[Box, ...], ...], ...]
     """What each rank has of each bucket, by rank and bucket."""
 
-    @property
-    def num_tensors(self) -> int:
-        """Parameters in all buckets."""
-        return sum(len(bucket.names) for bucket in self.buckets)
-
     def part(self, rank: int, index: int, changed: Sequence[int] = ()) -> Bucket:
         """Return what a rank sends of the bucket of this index: `changed` of each box, all of it where nothing is given."""
         planned, boxes = self.buckets[index], self.boxes[rank][index]
@@ -270,13 +261,6 @@ class StreamPlan:
             ),
             rank=rank,
         )
-
-    def sizes(self) -> list[int]:
-        """Return the bytes that each rank sends where it sends all of its weights, headers aside."""
-        return [
-            sum(self.part(rank, index).num_bytes for index in range(len(self.buckets)))
-            for rank in range(len(self.boxes))
-        ]
 
     def fields(self) -> dict[str, Any]:
         """Return what passes to another process, in plain types."""
@@ -499,44 +483,25 @@ _LANE_FACTOR = 0x9E3779BD - 2**32
 
 
 class Memory:
-    """Memory that bytes are packed into: in the host taken once and used again, since writing to fresh pages costs several
-    times what copying does. What was packed is there until the next bucket is."""
+    """Memory that bytes lie in for as long as anything refers to them. In the host a block is then taken again, since
+    writing to fresh pages costs several times what copying does; the two that were taken last are kept for that."""
 
     def __init__(self) -> None:
-        self._flat = host_bytes(0)
+        self._blocks: list[tuple[NDArray[np.uint8], weakref.ref[NDArray[np.uint8]]]] = []
+        """Each with what tensors in it keep alive: torch refers to the array that they were made from."""
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return so many bytes `[num_bytes]` on `device`, with anything in them."""
         if device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if len(self._flat) < num_bytes:
-            self._flat = host_bytes(0)  # before more is taken
-            self._flat = host_bytes(num_bytes)
-        return self._flat[:num_bytes]
-
-
-class Blocks:
-    """Memory of the host for tensors that others may keep: a block is taken again once nothing lies in it any more. Two
-    blocks at most are kept for that."""
-
-    _KEPT = 2
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[NDArray[np.uint8], weakref.ref[NDArray[np.uint8]]]] = []
-        """Each with what tensors in it keep alive, by torch's own reference to the array that they were made from."""
-
-    def take(self, num_bytes: int) -> Tensor:
-        """Return so many bytes `[num_bytes]`, with anything in them."""
-        free = [block for block, used in self._blocks if used() is None]
-        self._blocks = [each for each in self._blocks if each[1]() is not None]
-        fitting = [block for block in free if len(block) >= num_bytes]
-        del free
+        fitting = [block for block, used in self._blocks if used() is None and len(block) >= num_bytes]
+        if not fitting:  # what is free goes before more is taken
+            self._blocks = [(block, used) for block, used in self._blocks if used() is not None]
         block = fitting[0] if fitting else np.empty(max(1, num_bytes), dtype=np.uint8)
-        others: list[NDArray[np.uint8]] = fitting[1:]
-        used = block[:num_bytes]
-        unused: list[Any] = [(each, lambda: None) for each in others]
-        self._blocks = [*unused, *self._blocks, (block, weakref.ref(used))][-self._KEPT :]
-        return torch.from_numpy(used)
+        lent = block[:num_bytes]
+        others = [each for each in self._blocks if each[0] is not block]
+        self._blocks = [*others, (block, weakref.ref(lent))][-2:]
+        return torch.from_numpy(lent)
 
 
 def host_bytes(num_bytes: int) -> Tensor:
@@ -612,18 +577,19 @@ class Packing:
 
 
 def copy_out(flat: Tensor, places: Iterable[tuple[int, Tensor]]) -> int:
-    """Copy what lies from each start of packed bytes on into a tensor of the host, of as many values, and return the
+    """Copy what lies from each start of packed bytes on into a tensor of as many values, wherever that is, and return the
     checksum of all bytes, which are summed while a core's cache has them: they pass through memory once."""
     checksum = Checksum(flat)
     for start, target in places:
-        size = target.element_size()
+        size, lines = target.element_size(), target
         values = flat[start : start + size * target.numel()].view(target.dtype)
         if target.is_contiguous():
-            target, step = target.view(-1), 4 * _LANES // size
+            lines = target.view(-1)
         else:
-            values, step = values.view(target.shape), max(1, 4 * _LANES * len(target) // (size * target.numel()))
-        row = size * target[:1].numel()
-        for low in range(0, len(target), step):
-            checksum.advance(start + row * min(low + step, len(target)))
-            target[low : low + step].copy_(values[low : low + step])
+            values = values.view(target.shape)
+        line_bytes = size * lines[:1].numel()
+        step = max(1, 4 * _LANES // max(1, line_bytes)) if flat.device.type == "cpu" else max(1, len(lines))
+        for low in range(0, len(lines), step):
+            checksum.advance(start + line_bytes * min(low + step, len(lines)))
+            lines[low : low + step].copy_(values[low : low + step])
     return checksum.value()

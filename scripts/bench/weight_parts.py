@@ -146,7 +146,7 @@ def measure_streams(num_ranks: int, num_workers: int, *, megabytes: int, rounds:
     import torch
 
     from skyrl_train.weight_sync import topology_of
-    from tests.support.weight_streams import make_plan
+    from tests.support.weight_streams import hops, make_plan, sizes_of
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -169,13 +169,12 @@ def measure_streams(num_ranks: int, num_workers: int, *, megabytes: int, rounds:
         for process in processes:
             process.join(TIMEOUT_S)
     counted: dict[tuple[str, int], int] = {}
-    headers = [sum(8 * (4 + len(boxes)) for boxes in buckets if boxes) for buckets in plan.boxes]
-    for stage, _, target, num_bytes in topology_of(plan).hops([sum(pair) for pair in zip(plan.sizes(), headers)]):
+    for stage, _, target, num_bytes in hops(topology_of(plan), sizes_of(plan, headers=True)):
         counted[stage, target] = counted.get((stage, target), 0) + num_bytes
     measured = {key: size for each in found for key, size in each.items() if size}
     assert measured == counted, "what was received is not what the plan counts"
-    whole = sum(plan.sizes())
-    links = topology_of(plan).link_bytes(plan.sizes())
+    whole = sum(sizes_of(plan))
+    links = topology_of(plan).link_bytes(sizes_of(plan))
     table = harness.Table(
         *("way", "MB of weights", "all received, MB", "a worker, other nodes", "a worker, its node", "a rank"),
         "calls for a bucket",
@@ -197,14 +196,14 @@ def _stream_end(
 
     from skyrl_train.endpoints import Rendezvous
     from skyrl_train.weight_sync import Arrivals, SentWeights, StreamEnd, WeightGroup
-    from tests.support.weight_streams import place_of, receive, send
+    from tests.support.weight_streams import place_of, receive, send, sizes_of
 
     num_ranks, cpu = len(plan.sender_nodes), torch.device("cpu")
     count = num_ranks + len(plan.receiver_nodes)
     end = StreamEnd(plan, place_of(f"{folder}/plan", number, plan, TIMEOUT_S), cpu)
     place = Rendezvous(rank=number, num_ranks=count, init_method=f"file://{folder}/one", timeout_s=TIMEOUT_S)
     group, arrivals, sent = WeightGroup(place, cpu), Arrivals(), SentWeights()
-    sizes, received = plan.sizes(), {}
+    sizes, received = sizes_of(plan), {}
     for version in range(rounds):
         group.receive(1024) if number else group.send(torch.zeros(1024, dtype=torch.uint8))  # all are there
         if number < num_ranks:

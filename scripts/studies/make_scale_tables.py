@@ -212,9 +212,9 @@ def run(
 
 def streamed(model: ScaledModel, update: Update, engine_gpus: int) -> StreamedSync:
     """Return the weight sync from the GPUs of an update to so many others."""
-    per_node = DEVICE.node_size
+    per_node, num_bytes = DEVICE.node_size, int(model.engine_bytes * model.counts.total)
     return streamed_sync(
-        model, update.mesh, DEVICE, ranks_per_node=per_node, workers=engine_gpus, workers_per_node=per_node
+        num_bytes, update.mesh, DEVICE, ranks_per_node=per_node, workers=engine_gpus, workers_per_node=per_node
     )
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from skyrl_train.errors import EngineError
 from skyrl_train.weights import (
-    Blocks,
     Bucket,
     Memory,
     Packing,
@@ -32,7 +31,6 @@ from skyrl_train.weights import (
     slices_in,
     slices_of,
     tensors_of,
-    verified_slices,
     views_of,
 )
 
@@ -125,7 +123,7 @@ class Arrivals:
         self._open: dict[str, Tensor] = {}
         self._num_missing: dict[str, int] = {}
         self._kept: dict[str, Tensor] = {}
-        self._blocks = Blocks()
+        self._memory = Memory()
 
     def begin(self) -> None:
         """Forget what an update that failed has left."""
@@ -133,8 +131,7 @@ class Arrivals:
 
     def take(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters that are whole now, as the bucket has them, in memory of their own. `flat_of` gives the bytes of
-        a part: in the host they are copied from there and summed in one pass, so that they may be anybody's; on a device
-        they are this engine's.
+        a part, from which they are copied and summed in one pass, so that they may be anybody's.
 
         Raises EngineError where bytes are damaged or missing, and for changes of what was not kept.
         """
@@ -150,28 +147,17 @@ class Arrivals:
             raise EngineError(f"of {lacking[0]} {self._num_missing[lacking[0]]} values did not arrive")
 
     def _take_part(self, part: Bucket, flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        on_host = flat.device.type == "cpu"
-        slices = slices_in(part, flat) if on_host else verified_slices(part, flat)
+        slices = slices_in(part, flat)
         pieces = part.pieces or tuple(Piece((0,) * len(shape), tuple(shape)) for shape in part.shapes)
-        arrived: list[tuple[str, Tensor, Tensor, Tensor, Piece]] = []
-        for name, dtype, shape, piece, (start, num_bytes) in zip(part.names, part.dtypes, part.shapes, pieces, slices):
-            data, type_ = flat[start : start + num_bytes], getattr(torch, dtype)
-            if not on_host and piece.num_changed < 0 and tuple(piece.whole) == tuple(shape) and part.update == "":
-                whole = data.view(type_).view(shape)  # which is this engine's
-                arrived.append((name, whole, whole, data[:0], piece))
-                continue
-            whole = self._whole(name, piece, type_, bucket, flat.device)
-            box = whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]
-            if not on_host and piece.num_changed < 0:
-                box.copy_(data.view(type_).view(shape))
-            arrived.append((name, whole, box, data, piece))
-        if on_host:
-            places = zip(slices, arrived)
-            whole_boxes = [(start, box) for (start, _), (_, _, box, _, piece) in places if piece.num_changed < 0]
-            require_checksum(part, copy_out(flat, whole_boxes))
-        for name, whole, box, data, piece in arrived:
+        places: list[tuple[Tensor, Tensor]] = []
+        for name, dtype, shape, piece in zip(part.names, part.dtypes, part.shapes, pieces):
+            whole = self._whole(name, piece, getattr(torch, dtype), bucket, flat.device)
+            places.append((whole, whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]))
+        boxes = [(start, box) for (start, _), (_, box), piece in zip(slices, places, pieces) if piece.num_changed < 0]
+        require_checksum(part, copy_out(flat, boxes))
+        for name, piece, (start, num_bytes), (whole, box) in zip(part.names, pieces, slices, places):
             if piece.num_changed > 0:
-                _put_changes(box, data, piece.num_changed)
+                _put_changes(box, flat[start : start + num_bytes], piece.num_changed)
             self._num_missing[name] = self._num_missing.get(name, whole.numel()) - box.numel()
             if not self._num_missing[name]:
                 self._open.pop(name, None)
@@ -181,10 +167,10 @@ class Arrivals:
         """The tensor that the pieces go to: one of this update alone, or that which is kept, in host memory."""
         shape = tuple(piece.whole)
         if bucket.update == "":
-            if not self._open and device.type == "cpu":
+            if not self._open:
                 planned = replace(bucket, pieces=(), parts=())
-                flat = self._blocks.take(planned.num_bytes)
-                self._open = dict(view for _, view in views_of(planned, slices_of(planned)[0], flat))
+                slices, num_bytes = slices_of(planned)
+                self._open = dict(zip(bucket.names, views_of(planned, slices, self._memory.take(num_bytes, device))))
             if name not in self._open:
                 self._open[name] = _empty(shape, dtype, device)
             return self._open[name]

@@ -55,8 +55,8 @@ class RankSender(WeightSender):
         self._stream: StreamEnd | None = None
         self._exports: list[Export] = []
         self._sent = SentWeights()
-        self._memories = Memory(), Memory()
-        """Of the bucket that was handed over last, and where they leave in a stream of the one before."""
+        self._memory = Memory()
+        """Of the bucket that was handed over last, and of one that still leaves."""
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
@@ -79,12 +79,12 @@ class RankSender(WeightSender):
         """Return the bytes of the parameters of `planned`, in its types, on rank 0, until the next bucket is asked for;
         `planned` itself on other ranks."""
         hands_over = self._takes_part(planned, self._strategy.rank == 0)
-        return pack_bucket(self._whole(planned), self._memories[0]) if hands_over else planned
+        return pack_bucket(self._whole(planned), self._memory) if hands_over else planned
 
     def carry_part(self, planned: Bucket) -> Bucket:
         """Return the bytes of this rank's own shards, which nobody gathers, and of what has to be gathered after all (what
         an adapter is added to) those of every so manieth parameter; until the next bucket is asked for."""
-        bucket, flat = pack_part(self._own_entries(planned), planned, torch.device("cpu"), self._memories[0])
+        bucket, flat = pack_part(self._own_entries(planned), planned, torch.device("cpu"), self._memory)
         return replace(bucket, data=flat.numpy())
 
     def write(self, planned: Bucket, path: Path) -> Bucket:
@@ -125,7 +125,7 @@ class RankSender(WeightSender):
         num_bytes = 0
         for index, bucket in enumerate(self._stream.plan.buckets):
             planned = replace(bucket, update=update, tolerance=tolerance)
-            part, flat = pack_part(self._own_entries(planned), planned, self._device, self._memories[index % 2])
+            part, flat = pack_part(self._own_entries(planned), planned, self._device, self._memory)
             self._stream.post(index, version, part, flat)
             num_bytes += part.num_bytes
         self._stream.settle()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any
@@ -51,9 +52,9 @@ class WeightGroup:
         """Broadcast the bytes of a bucket from this rank to all others; waits for them."""
         self.broadcast(flat, self._rank)
 
-    def receive(self, num_bytes: int, rank: int = 0, memory: Memory | None = None) -> Tensor:
-        """The bytes that `rank` broadcasts, in memory of their own unless one is given."""
-        flat = (memory or Memory()).take(num_bytes, self._device)
+    def receive(self, num_bytes: int, rank: int = 0) -> Tensor:
+        """The bytes that `rank` broadcasts."""
+        flat = Memory().take(num_bytes, self._device)
         self.broadcast(flat, rank)
         return flat
 
@@ -66,14 +67,14 @@ class WeightGroup:
         options.rootRank = rank
         self._backend.broadcast([flat], options).wait(self._timeout)
 
-    def begin_send(self, flat: Tensor, rank: int, tag: int) -> Callable[[], None]:
-        """Send bytes to one other, and return what waits until it has them."""
-        return self._waiting(self._backend.send([flat], rank, tag) if len(flat) else None)
+    def begin_send(self, flat: Tensor, rank: int, tag: int) -> Callable[[], object]:
+        """Send bytes to one other, and return what waits until they have left."""
+        return partial(self._backend.send([flat], rank, tag).wait, self._timeout)
 
-    def begin_receive(self, flat: Tensor, rank: int, tag: int) -> Callable[[], None]:
+    def begin_receive(self, flat: Tensor, rank: int, tag: int) -> Callable[[], object]:
         """Fill the memory with what one other sends, and return what waits for that."""
         self.received_bytes += len(flat)
-        return self._waiting(self._backend.recv([flat], rank, tag) if len(flat) else None)
+        return partial(self._backend.recv([flat], rank, tag).wait, self._timeout)
 
     def close(self) -> None:
         """Leaves without waiting for anybody: others may be dead."""
@@ -81,13 +82,6 @@ class WeightGroup:
         if self._device.type == "cuda" and abort is not None:
             abort()
         self._backend = None
-
-    def _waiting(self, work: Any) -> Callable[[], None]:
-        def wait() -> None:
-            if work is not None:
-                work.wait(self._timeout)
-
-        return wait
 
 
 def topology_of(plan: StreamPlan) -> Topology:
@@ -117,7 +111,7 @@ class StreamEnd:
                     place = replace(rendezvous, rank=rank, num_ranks=len(group.members))
                     self.groups[stage] = group, WeightGroup(place, device, store=self._store, name=group.name)
         self._headers, self._bytes = Memory(), Memory()
-        self._leaving: list[Callable[[], None]] = []
+        self._leaving: list[Callable[[], object]] = []
 
     def close(self) -> None:
         """Leave all groups without waiting for anybody."""
@@ -126,19 +120,13 @@ class StreamEnd:
         self.groups = {}
 
     def post(self, index: int, version: int, part: Bucket, flat: Tensor) -> None:
-        """Begin to send this rank's part of a bucket, once the bytes of the one before have left. The memory of `flat` must
-        stay as it is until the next but one is posted, or `settle`.
+        """Begin to send this rank's part of a bucket, once the bytes of the one before have left.
 
         Raises EngineError for a part that is not the one that was planned.
         """
         rank = self._participant
         planned = self.plan.part(rank, index, [piece.num_changed for piece in part.pieces])
-        if (part.names, part.dtypes, part.shapes, part.pieces) != (
-            planned.names,
-            planned.dtypes,
-            planned.shapes,
-            planned.pieces,
-        ):
+        if replace(part, rank=rank, checksum=None, update="") != planned:
             raise EngineError(
                 f"rank {rank} has other shards of bucket {index} than when it met the engines: its parameters were replaced "
                 "without a restart, which is a fault of skyrl_train"
@@ -146,7 +134,8 @@ class StreamEnd:
         self.settle()
         if part.names:
             group, header = self.groups["enter"][1], self._header(index, version, part)
-            self._leaving = [group.begin_send(header, 0, 2 * index), group.begin_send(flat, 0, 2 * index + 1)]
+            sent = enumerate((header, flat), 2 * index)
+            self._leaving = [group.begin_send(each, 0, tag) for tag, each in sent if len(each)]
 
     def settle(self) -> None:
         """Wait until what was posted has left."""
@@ -187,7 +176,9 @@ class StreamEnd:
 
         if "enter" in self.groups:
             group, way = self.groups["enter"]
-            waits = [way.begin_receive(views[rank], at, tag) for at, rank in enumerate(group.members[1:], 1)]
+            waits = [
+                way.begin_receive(views[rank], at, tag) for at, rank in enumerate(group.members[1:], 1) if sizes[rank]
+            ]
             for wait in waits:
                 wait()
         if "across" in self.groups and self._participant in chain.from_iterable(topology.lanes):

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Stage = Literal["enter", "across", "within"]
@@ -27,15 +26,6 @@ class Group(NamedTuple):
 
     name: str
     members: tuple[int, ...]
-
-
-class Hop(NamedTuple):
-    """Bytes that one participant sends to another. A broadcast is a chain of them, from its root on."""
-
-    stage: Stage
-    source: int
-    target: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +50,6 @@ class Topology:
     """Node of each worker of an engine."""
     sending: tuple[int, ...]
     """Ranks that have anything to send: replicas of others have not."""
-
-    @property
-    def num_participants(self) -> int:
-        """Ranks and workers."""
-        return len(self.sender_nodes) + len(self.receiver_nodes)
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -105,17 +90,9 @@ class Topology:
         within = [Group(f"within/{index}", node) for index, node in enumerate(self.nodes) if len(node) > 1]
         return {"enter": tuple(enter), "across": tuple(across), "within": tuple(within)}
 
-    def hops(self, sizes: Sequence[int]) -> Iterator[Hop]:
-        """Yield what travels where each rank sends `sizes[rank]` bytes. A broadcast is a chain, from its root on."""
-        for leader, ranks in self.streams.items():
-            yield from (Hop("enter", rank, leader, sizes[rank]) for rank in ranks)
-        for stage, members, begun in self._rings(sizes):
-            for at, num_bytes in enumerate(begun):
-                turned = (*members[at:], *members[:at])
-                yield from (Hop(stage, source, target, num_bytes) for source, target in pairwise(turned) if num_bytes)
-
     def link_bytes(self, sizes: Sequence[int]) -> dict[Stage, StageBytes]:
-        """Return the most that a link carries in each stage: of all hops, those of a ring summed by member."""
+        """Return the most that a link carries in each stage, where each rank sends `sizes[rank]` bytes. A broadcast is a
+        chain, from its root on: every member receives all bytes once, and all but the last pass them on."""
         nodes = (*self.sender_nodes, *self.receiver_nodes)
         carried: dict[tuple[Stage, str], dict[tuple[object, str], int]] = defaultdict(lambda: defaultdict(int))
 
@@ -129,7 +106,7 @@ class Topology:
                 is_near = nodes[rank] == nodes[leader]
                 carry("enter", rank, "out", sizes[rank], is_near=is_near)
                 carry("enter", leader, "in", sizes[rank], is_near=is_near)
-        for stage, members, begun in self._rings(sizes):
+        for stage, members, begun in self.rings(sizes):
             for member, own, following in zip(members, begun, (*begun[1:], *begun[:1])):
                 carry(stage, member, "in", sum(begun) - own, is_near=stage == "within")
                 # The last of a chain passes nothing on, who is the one ahead of its root.
@@ -141,7 +118,7 @@ class Topology:
             for stage in stages
         }
 
-    def _rings(self, sizes: Sequence[int]) -> Iterator[tuple[Stage, tuple[int, ...], tuple[int, ...]]]:
+    def rings(self, sizes: Sequence[int]) -> Iterator[tuple[Stage, tuple[int, ...], tuple[int, ...]]]:
         """Yield the members of each group that broadcasts, and the bytes that each of them has and the others want."""
         entered = {leader: sum(sizes[rank] for rank in ranks) for leader, ranks in self.streams.items()}
         for lane in self.lanes:

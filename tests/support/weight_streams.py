@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from skyrl_train.endpoints import Rendezvous
-from skyrl_train.weight_sync import Arrivals, Entry, SentWeights, StreamEnd, pack_part
+from skyrl_train.weight_sync import Arrivals, Entry, SentWeights, Stage, StreamEnd, Topology, pack_part
 from skyrl_train.weights import Box, Bucket, Piece, StreamPlan, Update, bucket_names, dtype_name, size_of
 
 CPU = torch.device("cpu")
@@ -106,6 +108,32 @@ def receive(end: StreamEnd, arrivals: Arrivals, version: int, update: Update) ->
     for bucket, bytes_of in end.receive(version, update):
         found |= {name: tensor.clone() for name, tensor in arrivals.take(bucket, bytes_of)}
     return found
+
+
+def sizes_of(plan: StreamPlan, *, headers: bool = False) -> list[int]:
+    """Return the bytes that each rank sends where it sends all of its weights, with what describes them or without."""
+    described = [sum(8 * (4 + len(boxes)) for boxes in buckets if boxes) * headers for buckets in plan.boxes]
+    numbers = range(len(plan.buckets))
+    return [more + sum(plan.part(rank, index).num_bytes for index in numbers) for rank, more in enumerate(described)]
+
+
+class Hop(NamedTuple):
+    """Bytes that one participant sends to another."""
+
+    stage: Stage
+    source: int
+    target: int
+    num_bytes: int
+
+
+def hops(topology: Topology, sizes: Sequence[int]) -> Iterator[Hop]:
+    """Yield what travels where each rank sends `sizes[rank]` bytes. A broadcast is a chain, from its root on."""
+    for leader, ranks in topology.streams.items():
+        yield from (Hop("enter", rank, leader, sizes[rank]) for rank in ranks)
+    for stage, members, begun in topology.rings(sizes):
+        for at, num_bytes in enumerate(begun):
+            turned = (*members[at:], *members[:at])
+            yield from (Hop(stage, source, target, num_bytes) for source, target in pairwise(turned) if num_bytes)
 
 
 def place_of(meeting: str, participant: int, plan: StreamPlan, timeout_s: float = 60.0) -> Rendezvous:

@@ -166,7 +166,7 @@ class VLLMEngine(UpdatableEngine):
 
     def receive(self, version: int, update: Update) -> None:
         """Take all that the plan says. After an error the engine answers nothing any more."""
-        num_tensors = 0 if self._plan is None else self._plan.num_tensors
+        num_tensors = sum(len(bucket.names) for bucket in self._plan.buckets) if self._plan else 0
         self._thread.call(lambda core: core.receive(version, update, num_tensors))
 
     def begin_update(self) -> None:

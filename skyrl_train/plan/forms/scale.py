@@ -41,7 +41,6 @@ _SEQUENCE_OVERHEAD_S = 1e-5
 """Of one sequence in a step of decoding, on the engine's core: scheduling, sampling, output. Stated, not measured."""
 _COLLECTIVE_S = 1.5e-5
 """Of starting a sum over an engine's GPUs, of which a layer has two, or a transfer of weights. Stated, not measured."""
-_UNIT_BYTES = 10**6
 
 
 _EXPOSED = ("partial sums", "exchanged heads", "host optimizer", "state here and back")
@@ -451,8 +450,9 @@ class StreamedSync:
     seconds: float
 
 
+@cache
 def streamed_sync(
-    model: ScaledModel,
+    num_bytes: int,
     mesh: MeshSizes,
     device: Device,
     *,
@@ -465,33 +465,21 @@ def streamed_sync(
     passes a bucket on; and the calls. Parameters count as divided evenly over the ranks that are no replicas.
 
     Args:
+        num_bytes: Of all weights, in the type that travels.
         workers: GPUs of engines, all of which want all weights.
         together: Whether they are on the ranks' nodes, on other GPUs.
     """
-    num_bytes, sending = int(model.engine_bytes * model.counts.total), mesh.shard * mesh.tensor
-    links, calls = _unit_links(mesh.num_ranks, sending, ranks_per_node, workers, workers_per_node, together)
-    scale = num_bytes / (sending * _UNIT_BYTES)
-    scaled = {
-        stage: StageBytes(**{kind: round(scale * count) for kind, count in vars(carried).items()})
-        for stage, carried in links.items()
-    }
-    num_calls = 2 * calls * math.ceil(num_bytes / WEIGHT_BUCKET_BYTES)  # what describes a bucket goes ahead of it
-    moving_s = sum(max(each.network / device.network_rate, each.local / device.node_rate) for each in scaled.values())
-    return StreamedSync(links=scaled, num_calls=num_calls, seconds=moving_s + num_calls * _COLLECTIVE_S)
-
-
-@cache
-def _unit_links(
-    ranks: int, sending: int, ranks_per_node: int, workers: int, workers_per_node: int, together: bool
-) -> tuple[Mapping[Stage, StageBytes], int]:
-    """Return what links carry where each rank that sends has `_UNIT_BYTES`, and the calls for a bucket."""
-    engines = "ranks" if together else "engines"
+    sending, engines = mesh.shard * mesh.tensor, "ranks" if together else "engines"
     topology = Topology(
-        sender_nodes=tuple(f"ranks-{index // ranks_per_node}" for index in range(ranks)),
+        sender_nodes=tuple(f"ranks-{index // ranks_per_node}" for index in range(mesh.num_ranks)),
         receiver_nodes=tuple(f"{engines}-{index // workers_per_node}" for index in range(workers)),
         sending=tuple(range(sending)),
     )
-    return topology.link_bytes([_UNIT_BYTES] * sending), topology.most_calls()
+    links = topology.link_bytes([num_bytes // sending] * sending)
+    # What describes a bucket goes ahead of it.
+    num_calls = 2 * topology.most_calls() * math.ceil(num_bytes / WEIGHT_BUCKET_BYTES)
+    moving_s = sum(max(each.network / device.network_rate, each.local / device.node_rate) for each in links.values())
+    return StreamedSync(links=links, num_calls=num_calls, seconds=moving_s + num_calls * _COLLECTIVE_S)
 
 
 def engine_room(device: Device, share: float = _ENGINE_SHARE) -> float:

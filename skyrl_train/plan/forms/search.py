@@ -338,7 +338,7 @@ def _phases(
         sync = update.seconds["weight sync"] + (weights / device.node_rate if engines.size else 0.0)
     else:
         sync = streamed_sync(
-            model,
+            int(weights),
             update.mesh,
             device,
             ranks_per_node=place.ranks_per_node,

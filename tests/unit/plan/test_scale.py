@@ -189,7 +189,7 @@ def test_the_page_has_what_the_script_prints_of_an_update(script: ModuleType) ->
 def test_a_streamed_sync_is_counted_link_by_link() -> None:
     """Eight ranks on a node, sixteen workers on two: each rank has an eighth, and a lane brings one to both."""
     device, weights = Device(), int(B7.engine_bytes * B7.counts.total)
-    found = streamed_sync(B7, MeshSizes(shard=8), device, ranks_per_node=8, workers=16, workers_per_node=8)
+    found = streamed_sync(weights, MeshSizes(shard=8), device, ranks_per_node=8, workers=16, workers_per_node=8)
     eighth = pytest.approx(weights / 8)
     assert found.links["enter"].network == eighth, "a rank sends what it has once"
     assert found.links["enter"].node_network == pytest.approx(weights), "all of it leaves the ranks' node"
@@ -203,9 +203,9 @@ def test_a_streamed_sync_is_counted_link_by_link() -> None:
 
 def test_replicas_send_nothing_and_engines_beside_the_ranks_need_no_network() -> None:
     sizes = {"ranks_per_node": 4, "workers": 4, "workers_per_node": 4}
-    replicated = streamed_sync(B7, MeshSizes(shard=4, replicate=2), Device(), **sizes)
-    assert replicated.links == streamed_sync(B7, MeshSizes(shard=4), Device(), **sizes).links
-    beside = streamed_sync(B7, MeshSizes(shard=4), Device(), **sizes, together=True)
+    replicated = streamed_sync(10**9, MeshSizes(shard=4, replicate=2), Device(), **sizes)
+    assert replicated.links == streamed_sync(10**9, MeshSizes(shard=4), Device(), **sizes).links
+    beside = streamed_sync(10**9, MeshSizes(shard=4), Device(), **sizes, together=True)
     assert all(each.network == 0 for each in beside.links.values())
 
 

@@ -306,7 +306,7 @@ def score_of(form: Config, config: Config, devices: Devices) -> float:
         update.seconds["weight sync"] + weights / device.node_rate
         if shared
         else streamed_sync(
-            model,
+            int(weights),
             update.mesh,
             device,
             ranks_per_node=placement.policy_num_gpus_per_node,

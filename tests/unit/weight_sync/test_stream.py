@@ -16,7 +16,7 @@ import torch
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync import Arrivals, SentWeights, StreamEnd, topology_of
 from skyrl_train.weights import StreamPlan, Update, plan_of
-from tests.support.weight_streams import CPU, Weights, bits, make_plan, model, place_of, receive, send
+from tests.support.weight_streams import CPU, Weights, bits, hops, make_plan, model, place_of, receive, send, sizes_of
 
 
 class Streams:
@@ -102,11 +102,8 @@ def test_the_bytes_that_workers_receive_are_those_that_the_plan_counts(tmp_path:
     plan = make_plan(weights, "aaabbb", "ccdd")
     streams = Streams(plan, tmp_path)
     streams.sync(weights, 0)
-    headers = [sum(8 * (4 + len(boxes)) for boxes in buckets if boxes) for buckets in plan.boxes]
     counted: dict[tuple[str, int], int] = {}
-    for stage, _, target, num_bytes in topology_of(plan).hops(
-        [size + header for size, header in zip(plan.sizes(), headers)]
-    ):
+    for stage, _, target, num_bytes in hops(topology_of(plan), sizes_of(plan, headers=True)):
         counted[stage, target] = counted.get((stage, target), 0) + num_bytes
     measured = {
         (stage, participant): group.received_bytes

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.weight_sync import StageBytes, Topology
+from tests.support.weight_streams import hops
 
 
 def topology(senders: str, receivers: str, *, sending: int | None = None) -> Topology:
@@ -63,7 +64,7 @@ def test_every_worker_gets_every_byte_once_and_every_node_once_over_the_network(
     nodes = (*made.sender_nodes, *made.receiver_nodes)
     received: dict[int, int] = defaultdict(int)
     over_network: dict[str, int] = defaultdict(int)
-    for hop in made.hops(sizes):
+    for hop in hops(made, sizes):
         received[hop.target] += hop.num_bytes
         over_network[nodes[hop.target]] += hop.num_bytes * (nodes[hop.source] != nodes[hop.target])
     workers = range(len(made.sender_nodes), len(nodes))
@@ -80,7 +81,7 @@ def test_what_links_carry_is_the_sum_of_all_hops(case: tuple[Topology, list[int]
     network: dict[tuple[str, int, str], int] = defaultdict(int)
     local: dict[tuple[str, int, str], int] = defaultdict(int)
     node_network: dict[tuple[str, str, str], int] = defaultdict(int)
-    for stage, source, target, num_bytes in made.hops(sizes):
+    for stage, source, target, num_bytes in hops(made, sizes):
         for end, way in ((source, "out"), (target, "in")):
             if nodes[source] == nodes[target]:
                 local[stage, end, way] += num_bytes
