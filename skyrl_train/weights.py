@@ -497,7 +497,7 @@ class Memory:
         fitting = [block for block, used in self._blocks if used() is None and len(block) >= num_bytes]
         if not fitting:  # what is free goes before more is taken
             self._blocks = [(block, used) for block, used in self._blocks if used() is not None]
-        block = fitting[0] if fitting else np.empty(max(1, num_bytes), dtype=np.uint8)
+        block = fitting[-1] if fitting else np.empty(max(1, num_bytes), dtype=np.uint8)
         lent = block[:num_bytes]
         others = [each for each in self._blocks if each[0] is not block]
         self._blocks = [*others, (block, weakref.ref(lent))][-2:]
