@@ -13,6 +13,8 @@ The memory that they are packed into and their checksum are what a sync costs be
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.config.models import WEIGHT_BUCKET_BYTES
 from skyrl_train.endpoints import Endpoint, LocalEndpoint, Pending, Rendezvous
 from skyrl_train.errors import EngineError
 
-BUCKET_BYTES = 256 * 2**20
 _ALIGNMENT = 16
 _ROW_BYTES = 1024
 """A bucket is a whole number of these."""
@@ -44,6 +46,10 @@ class Piece(NamedTuple):
     """Shape of the parameter."""
     num_changed: int = -1
     """How many values of the box are there, behind as many int32 indices into it, flat; -1: all values and no index."""
+
+
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""What a rank has of a parameter: its place among the names of a bucket, where the box begins in it, and the box's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,23 @@ class Bucket:
         return plain | {"parts": [part.fields() for part in self.parts]}
 
 
+def bucket_of(fields: dict[str, Any]) -> Bucket:
+    """Return the bucket whose `fields` these are, which may have come as JSON."""
+    return Bucket(
+        names=tuple(fields["names"]),
+        dtypes=tuple(fields["dtypes"]),
+        shapes=tuple(tuple(shape) for shape in fields["shapes"]),
+        checksum=fields["checksum"],
+        data=fields["data"],
+        path=fields["path"],
+        handles=fields["handles"] or {},
+        pieces=tuple(Piece(tuple(offset), tuple(whole), count) for offset, whole, count in fields["pieces"]),
+        parts=tuple(bucket_of(part) for part in fields["parts"]),
+        rank=fields["rank"],
+        update=fields["update"],
+    )
+
+
 def pack(
     tensors: Iterable[tuple[str, Tensor]], device: torch.device, memory: Memory | None = None
 ) -> tuple[Bucket, Tensor]:
@@ -110,21 +133,35 @@ def pack(
 
 def unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The parameters, as views of `flat`. Raises EngineError where its bytes are not those that were packed."""
-    slices = verified_slices(bucket, flat)
-    for name, dtype, shape, (start, num_bytes) in zip(bucket.names, bucket.dtypes, bucket.shapes, slices):
-        yield name, flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)
+    slices = slices_in(bucket, flat)
+    require_checksum(bucket, checksum_of(flat))
+    yield from zip(bucket.names, views_of(bucket, slices, flat))
 
 
-def verified_slices(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
-    """Return where each entry begins in `flat`, and its bytes. Raises EngineError where they are not those that were
-    packed."""
+def slices_in(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
+    """Return where each entry begins in `flat`, and its bytes. Raises EngineError where it has another size."""
     slices, size = slices_of(bucket)
-    first = bucket.names[0] if bucket.names else ""
     if size != len(flat):
-        raise EngineError(f"weights from {first!r} on are {len(flat)} bytes; their shapes make {size}")
-    if checksum_of(flat) != bucket.checksum:
-        raise EngineError(f"weights from {first!r} on arrived damaged: their checksum differs")
+        raise EngineError(f"weights from {_first(bucket)!r} on are {len(flat)} bytes; their shapes make {size}")
     return slices
+
+
+def views_of(bucket: Bucket, slices: Sequence[tuple[int, int]], flat: Tensor) -> list[Tensor]:
+    """Return the parameters of a bucket of whole ones as views of `flat`."""
+    return [
+        flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)
+        for dtype, shape, (start, num_bytes) in zip(bucket.dtypes, bucket.shapes, slices)
+    ]
+
+
+def require_checksum(bucket: Bucket, found: int) -> None:
+    """Raise EngineError where bytes whose checksum was found are not those that were packed."""
+    if found != bucket.checksum:
+        raise EngineError(f"weights from {_first(bucket)!r} on arrived damaged: their checksum differs")
+
+
+def _first(bucket: Bucket) -> str:
+    return bucket.names[0] if bucket.names else ""
 
 
 def pack_bucket(tensors: Iterable[tuple[str, Tensor]], memory: Memory | None = None) -> Bucket:
@@ -135,14 +172,21 @@ def pack_bucket(tensors: Iterable[tuple[str, Tensor]], memory: Memory | None = N
 
 def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The parameters, copied out of a bucket that carries its bytes. Raises EngineError as `unpack` does."""
-    yield from unpack(bucket, copied(bucket))
+    flat = carried_bytes(bucket)
+    slices = slices_in(bucket, flat)
+    own = views_of(bucket, slices, host_bytes(len(flat)))
+    require_checksum(bucket, copy_out(flat, [(start, tensor) for (start, _), tensor in zip(slices, own)]))
+    yield from zip(bucket.names, own)
 
 
-def copied(bucket: Bucket) -> Tensor:
-    """Return the bytes that a bucket carries, or that are in its file, on the CPU and in memory of their own."""
-    if bucket.data is not None:
-        return torch.from_numpy(bucket.data.copy())
-    return torch.from_numpy(np.fromfile(bucket.path, dtype=np.uint8))
+def carried_bytes(bucket: Bucket) -> Tensor:
+    """Return the bytes that a bucket carries, or that are in its file, on the CPU and where they are: to be read alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if bucket.data is not None:
+            return torch.from_numpy(bucket.data)
+        is_empty = not Path(bucket.path).stat().st_size  # which cannot be mapped
+        return torch.from_numpy(np.empty(0, np.uint8) if is_empty else np.memmap(bucket.path, np.uint8, mode="r"))
 
 
 def in_file(bucket: Bucket, path: Path) -> Bucket:
@@ -153,7 +197,7 @@ def in_file(bucket: Bucket, path: Path) -> Bucket:
     return replace(bucket, data=None, path=str(path.absolute()))
 
 
-def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = BUCKET_BYTES) -> list[tuple[str, ...]]:
+def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = WEIGHT_BUCKET_BYTES) -> list[tuple[str, ...]]:
     """Neighbours whose sizes add up to at most `limit_bytes`; one that is larger stands alone."""
     buckets: list[list[str]] = []
     total = 0
@@ -190,6 +234,51 @@ def slices_of(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
 def index_bytes(count: int) -> int:
     """Return the bytes of so many indices ahead of their values, which begin at a multiple of 8."""
     return 4 * (count + count % 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """What a sync of the same ranks to the same workers brings, each time."""
+
+    sender_nodes: tuple[str, ...]
+    """Node of each rank."""
+    receiver_nodes: tuple[str, ...]
+    """Node of each worker of an engine, those of the first engine first."""
+    buckets: tuple[Bucket, ...]
+    boxes: tuple[tuple[tuple[Box, ...], ...], ...]
+    """What each rank has of each bucket, by rank and bucket."""
+
+    def part(self, rank: int, index: int, changed: Sequence[int] = ()) -> Bucket:
+        """Return what a rank sends of the bucket of this index: `changed` of each box, all of it where nothing is given."""
+        planned, boxes = self.buckets[index], self.boxes[rank][index]
+        counts = changed or (-1,) * len(boxes)
+        return Bucket(
+            names=tuple(planned.names[place] for place, _, _ in boxes),
+            dtypes=tuple(planned.dtypes[place] for place, _, _ in boxes),
+            shapes=tuple(shape for _, _, shape in boxes),
+            pieces=tuple(
+                Piece(offset, planned.shapes[place], count) for (place, offset, _), count in zip(boxes, counts)
+            ),
+            rank=rank,
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Return what passes to another process, in plain types."""
+        return {**vars(self), "buckets": [bucket.fields() for bucket in self.buckets]}
+
+
+def plan_of(fields: Mapping[str, Any]) -> StreamPlan:
+    """Return the plan whose `fields` these are, which may have come as JSON."""
+    boxes = tuple(
+        tuple(tuple((place, tuple(offset), tuple(shape)) for place, offset, shape in bucket) for bucket in rank)
+        for rank in fields["boxes"]
+    )
+    return StreamPlan(
+        sender_nodes=tuple(fields["sender_nodes"]),
+        receiver_nodes=tuple(fields["receiver_nodes"]),
+        buckets=tuple(map(bucket_of, fields["buckets"])),
+        boxes=boxes,
+    )
 
 
 Scores = Callable[[Any], Tensor]
@@ -250,18 +339,20 @@ class WeightSender:
         """Return a port of this node that nobody listens on at this moment."""
         raise NotImplementedError
 
+    def boxes(self, planned: Sequence[Bucket]) -> tuple[tuple[Box, ...], ...]:
+        """Return what `carry_part` would hand over of each bucket."""
+        raise NotImplementedError
+
+    def take_plan(self, plan: StreamPlan) -> None:
+        """Keep what the syncs are that follow the next `meet`."""
+        raise NotImplementedError
+
     def meet(self, rendezvous: Rendezvous) -> None:
-        """Join the other ranks and the engines' workers, in place of any group that this rank was in."""
+        """Join the other ranks and the engines' workers by the plan, in place of any whom this rank had met."""
         raise NotImplementedError
 
-    def hold_part(self, planned: Bucket) -> Bucket:
-        """Keep the bytes that `carry_part` would return on this rank's device, until `broadcast` has sent them, and return
-        what describes them."""
-        raise NotImplementedError
-
-    def broadcast(self, sizes: Sequence[int]) -> None:
-        """Send what is held to those whom `meet` met, who must be waiting: one rank after the other, of so many bytes
-        each."""
+    def stream(self, version: int, update: Update, tolerance: float) -> int:
+        """Send this rank's parts of all buckets to those whom `meet` met, who must be waiting, and return their bytes."""
         raise NotImplementedError
 
     def device(self) -> str:
@@ -392,20 +483,25 @@ _LANE_FACTOR = 0x9E3779BD - 2**32
 
 
 class Memory:
-    """Memory that bytes are packed into: in the host taken once and used again, since writing to fresh pages costs several
-    times what copying does. What was packed is there until the next bucket is."""
+    """Memory that bytes lie in for as long as anything refers to them. In the host a block is then taken again, since
+    writing to fresh pages costs several times what copying does; the two that were taken last are kept for that."""
 
     def __init__(self) -> None:
-        self._flat = host_bytes(0)
+        self._blocks: list[tuple[NDArray[np.uint8], weakref.ref[NDArray[np.uint8]]]] = []
+        """Each with what tensors in it keep alive: torch refers to the array that they were made from."""
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return so many bytes `[num_bytes]` on `device`, with anything in them."""
         if device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if len(self._flat) < num_bytes:
-            self._flat = host_bytes(0)  # before more is taken
-            self._flat = host_bytes(num_bytes)
-        return self._flat[:num_bytes]
+        fitting = [block for block, used in self._blocks if used() is None and len(block) >= num_bytes]
+        if not fitting:  # what is free goes before more is taken
+            self._blocks = [(block, used) for block, used in self._blocks if used() is not None]
+        block = fitting[-1] if fitting else np.empty(max(1, num_bytes), dtype=np.uint8)
+        lent = block[:num_bytes]
+        others = [each for each in self._blocks if each[0] is not block]
+        self._blocks = [*others, (block, weakref.ref(lent))][-2:]
+        return torch.from_numpy(lent)
 
 
 def host_bytes(num_bytes: int) -> Tensor:
@@ -478,3 +574,22 @@ class Packing:
         """Return the checksum, now that all is there."""
         self.flat[self._end :].zero_()
         return self._checksum.value()
+
+
+def copy_out(flat: Tensor, places: Iterable[tuple[int, Tensor]]) -> int:
+    """Copy what lies from each start of packed bytes on into a tensor of as many values, wherever that is, and return the
+    checksum of all bytes, which are summed while a core's cache has them: they pass through memory once."""
+    checksum = Checksum(flat)
+    for start, target in places:
+        size, lines = target.element_size(), target
+        values = flat[start : start + size * target.numel()].view(target.dtype)
+        if target.is_contiguous():
+            lines = target.view(-1)
+        else:
+            values = values.view(target.shape)
+        line_bytes = size * lines[:1].numel()
+        step = max(1, 4 * _LANES // max(1, line_bytes)) if flat.device.type == "cpu" else max(1, len(lines))
+        for low in range(0, len(lines), step):
+            checksum.advance(start + line_bytes * min(low + step, len(lines)))
+            lines[low : low + step].copy_(values[low : low + step])
+    return checksum.value()

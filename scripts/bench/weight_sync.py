@@ -6,6 +6,7 @@
     python scripts/bench/weight_sync.py --device cuda --apart     # half of the GPUs train, half generate: NCCL
     python scripts/bench/weight_sync.py --device cuda --tensor-parallel 2 --megabytes 3000 15000
     python scripts/bench/weight_sync.py --in-process              # what packing and unpacking cost, against a memory copy
+    python scripts/bench/weight_sync.py --driver 8 64 512         # what the driver does, with so many fake ranks and engines
 
 Prints a row per size: bytes that travelled, the first sync, the median and the longest of the later ones, and GB/s of the
 median. A model of so many megabytes in float32 travels as half of them where engines compute in bfloat16, as they do on
@@ -124,7 +125,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-process", action="store_true", help="packing and unpacking alone")
     parser.add_argument("--rounds", type=int, default=9, help="with --in-process")
     parser.add_argument("--transport", default="auto", help="generator.weight_transport")
+    parser.add_argument(
+        "--driver", type=int, nargs="+", help="the driver alone, with fakes: ranks, and as many engines"
+    )
     args = parser.parse_args(argv)
+    if args.driver:
+        from weight_driver import measure_driver
+
+        titles = ("ranks, and engines", "meeting, CPU s", "MB pickled", "each sync, CPU s", "MB pickled", "calls")
+        table = harness.Table(*titles, title="A 7B model by broadcast, the driver's part")
+        for count in args.driver:
+            (first, met, _), *others = measure_driver(count, syncs=args.syncs)
+            middle = statistics.median(seconds for seconds, _, _ in others)
+            num_bytes, calls = others[-1][1:]
+            table.row(count, f"{first:.2f}", f"{met / 1e6:.1f}", f"{middle:.4f}", f"{num_bytes / 1e6:.2f}", calls)
+        return
     if args.device == "cuda" and _count_gpus() < 1 + args.apart:
         parser.error(f"--device cuda finds {_count_gpus()} GPUs and needs {1 + args.apart}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -156,7 +171,7 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> l
     import torch
 
     from skyrl_train.weight_sync import Arrivals, Entry, pack_part
-    from skyrl_train.weights import Bucket, Memory, Piece, bucket_names, copied, size_of
+    from skyrl_train.weights import Bucket, Memory, Piece, bucket_names, carried_bytes, size_of
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
@@ -193,10 +208,10 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> l
 
     bytes_ = [torch.randint(0, 256, (bucket.num_bytes,), dtype=torch.uint8) for bucket in planned]
     copies = [each.clone() for each in bytes_]
+    arrivals = Arrivals()
     seconds: dict[str, list[float]] = {"copy": [], "pack": [], "unpack": []}
     for _ in range(rounds + 1):
         took = dict.fromkeys(seconds, 0.0)
-        arrivals = Arrivals()
         arrivals.begin()
         for bucket, source, target in zip(planned, bytes_, copies):
             started = time.process_time()
@@ -204,7 +219,7 @@ def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> l
             is_copied = time.process_time()
             parts = parts_of(bucket)
             packed = time.process_time()
-            for _ in arrivals.take(replace(bucket, parts=tuple(parts)), copied):
+            for _ in arrivals.take(replace(bucket, parts=tuple(parts)), carried_bytes):
                 pass
             took["unpack"] += time.process_time() - packed
             took["copy"] += is_copied - started

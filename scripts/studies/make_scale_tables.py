@@ -34,6 +34,7 @@ from skyrl_train.plan.forms import (
     Device,
     ScaledModel,
     StepWork,
+    StreamedSync,
     Update,
     Work,
     allocations,
@@ -41,6 +42,7 @@ from skyrl_train.plan.forms import (
     engine_rates,
     micro_batch_sizes,
     rank_forms,
+    streamed_sync,
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
@@ -193,6 +195,7 @@ def run(
     size = devices_per_engine(model, DEVICE)
     work = work_of(lengths)
     best = best_update(model, learner_gpus, work)
+    sync_s = streamed(model, best, engine_gpus).seconds if staleness else best.seconds["weight sync"]
     return simulate(
         Schedule(
             batch_size=PROMPTS,
@@ -201,10 +204,39 @@ def run(
             in_flight_updates=staleness > 0,
         ),
         engine=engine_rates(model, size, DEVICE, mean_length=work.mean_length),
-        learner=LearnerRates(token_s=best.step_s / work.tokens, sync_s=best.seconds["weight sync"]),
+        learner=LearnerRates(token_s=best.step_s / work.tokens, sync_s=sync_s),
         make_group=lengths.groups(samples=SAMPLES, seed=0, latency=tools),
         num_steps=STEPS,
     )
+
+
+def streamed(model: ScaledModel, update: Update, engine_gpus: int) -> StreamedSync:
+    """Return the weight sync from the GPUs of an update to so many others."""
+    per_node, num_bytes = DEVICE.node_size, int(model.engine_bytes * model.counts.total)
+    return streamed_sync(
+        num_bytes, update.mesh, DEVICE, ranks_per_node=per_node, workers=engine_gpus, workers_per_node=per_node
+    )
+
+
+def sync_table(work: Work) -> str:
+    """Return the table of bytes on each link in a weight sync between GPUs that share no node."""
+    columns = ("model", "train / generate", "weights", "ranks that send", "enter", "across", "a node", "within")
+
+    def rows() -> Iterator[Sequence[object]]:
+        for name in MODELS:
+            model = ScaledModel.named(name)
+            for learner_gpus, engine_gpus in ((8, 8), (64, 64), (64, 448), (256, 256)):
+                update = best_update(model, learner_gpus, work)
+                found, mesh = streamed(model, update, engine_gpus), update.mesh
+                enter, across, within = (found.links[stage] for stage in ("enter", "across", "within"))
+                yield (
+                    *(name, f"{learner_gpus} / {engine_gpus}", gigabytes(model.engine_bytes * model.counts.total)),
+                    *(mesh.shard * mesh.tensor, gigabytes(enter.network), gigabytes(across.network)),
+                    gigabytes(max(enter.node_network, across.node_network)),
+                    *(gigabytes(within.local), f"{found.num_calls:,}", f"{found.seconds:,.2g}"),
+                )
+
+    return table((*columns, "calls", "sync, s"), rows())
 
 
 def schedule_table(lengths: Lengths, num_gpus: int = GPUS[-1]) -> str:
@@ -244,7 +276,12 @@ def sections(path: str = "") -> dict[str, str]:
     """Return the tables by the name that stands around them in the page."""
     lengths = lengths_of(path)
     work = work_of(lengths)
-    return {"update": update_table(work), "tensor": tensor_table(work), "schedule": schedule_table(lengths)}
+    return {
+        "update": update_table(work),
+        "sync": sync_table(work),
+        "tensor": tensor_table(work),
+        "schedule": schedule_table(lengths),
+    }
 
 
 def put(page: str, name: str, content: str) -> str:

@@ -18,7 +18,7 @@ import ray
 from skyrl_train.cluster.calls import Answer, RemoteActor, Watch, kill
 from skyrl_train.endpoints import Endpoint, Pending, Phase, method_name, served_methods
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.weights import Bucket
+from skyrl_train.weights import Bucket, StreamPlan
 
 if TYPE_CHECKING:
     from skyrl_train.config.models import PlacementConfig
@@ -73,6 +73,11 @@ def stored(value: R) -> R:
     return cast(R, ray.put(value))
 
 
+def _is_large(value: object) -> bool:
+    """Whether it is worth being written once, for all actors to read."""
+    return isinstance(value, StreamPlan) or (isinstance(value, Bucket) and value.data is not None)
+
+
 def watch(placement: PlacementConfig, phase: Phase, what: str) -> Watch:
     """Return what waits with the deadlines of a start (phases `start` and `restart`) or of a call."""
     starting = phase in ("start", "restart")
@@ -109,7 +114,7 @@ class RayEndpoint(Endpoint[W]):
         self, method: Callable[Concatenate[W, P], R], phase: Phase, /, *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         """Hand the call to every actor."""
-        given = tuple(stored(each) if isinstance(each, Bucket) and each.data is not None else each for each in args)
+        given = tuple(stored(each) if _is_large(each) else each for each in args)
         return self._submit(method, phase, [given] * len(self.actors), kwargs)
 
     def begin_each(self, method: Callable[[W, A], R], phase: Phase, each: Sequence[A], /) -> Pending[R]:

@@ -8,7 +8,14 @@ if TYPE_CHECKING:
     from skyrl_train.distributed.gather import gather_whole, own_box
     from skyrl_train.distributed.mesh import RankMesh, by_mesh
     from skyrl_train.distributed.oom_consensus import Collective, OomConsensus, is_out_of_memory
-    from skyrl_train.distributed.process_group import as_default_group, is_broken_collective, join, leave, meet
+    from skyrl_train.distributed.process_group import (
+        as_default_group,
+        backend_in,
+        is_broken_collective,
+        join,
+        leave,
+        open_store,
+    )
     from skyrl_train.distributed.sequence_parallel import SequenceGroup
     from skyrl_train.distributed.strategy import (
         GradientSync,
@@ -32,6 +39,7 @@ __all__ = [
     "Sharded",
     "SingleProcess",
     "as_default_group",
+    "backend_in",
     "by_mesh",
     "gather_whole",
     "is_broken_collective",
@@ -39,7 +47,7 @@ __all__ = [
     "join",
     "leave",
     "make_strategy",
-    "meet",
+    "open_store",
     "own_box",
     "reshard",
 ]

@@ -59,9 +59,8 @@ def as_default_group() -> Iterator[None]:
         os.environ.pop(_INTERFACE, None)
 
 
-def meet(rendezvous: Rendezvous, device: torch.device) -> Any:
-    """A backend (gloo or NCCL, by device) for a group that stands beside the process's default one, which there need not
-    be. Blocks until all have come; raises what torch raises where they do not within `timeout_s`."""
+def open_store(rendezvous: Rendezvous) -> Any:
+    """Return what all of a rendezvous find each other by, for one group of them or for several."""
     timeout = timedelta(seconds=rendezvous.timeout_s)
     torch_c10d: Any = dist
     if rendezvous.single_node:
@@ -77,6 +76,17 @@ def meet(rendezvous: Rendezvous, device: torch.device) -> Any:
             wait_for_workers=False,
         )
     store.set_timeout(timeout)
+    return store
+
+
+def backend_in(store: Any, rendezvous: Rendezvous, device: torch.device, *, name: str = "") -> Any:
+    """Return a backend (gloo or NCCL, by device) for a group that stands beside the process's default one, which there need
+    not be; `name` tells groups in one store apart. Blocks until all whom `rendezvous` counts have come; raises what torch
+    raises where they do not within `timeout_s`."""
+    torch_c10d: Any = dist
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    if name:
+        store = torch_c10d.PrefixStore(name, store)
     if device.type == "cuda":
         options = torch_c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from skyrl_train.weight_sync.probe import WeightSyncProbe
     from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine, updatable, wire_dtype
     from skyrl_train.weight_sync.rounding import Rounding, rounded
-    from skyrl_train.weight_sync.sender import RankSender, WeightGroup
+    from skyrl_train.weight_sync.sender import RankSender
+    from skyrl_train.weight_sync.stream import StreamEnd, WeightGroup, topology_of
+    from skyrl_train.weight_sync.topology import Stage, StageBytes, Topology
     from skyrl_train.weight_sync.transport import NoTransport, Probed, SyncRecords, WeightSync
     from skyrl_train.weight_sync.transports import Route, RouteSettings, auto
 
@@ -27,7 +29,11 @@ __all__ = [
     "Route",
     "RouteSettings",
     "SentWeights",
+    "Stage",
+    "StageBytes",
+    "StreamEnd",
     "SyncRecords",
+    "Topology",
     "UpdatableEngine",
     "WeightGroup",
     "WeightSync",
@@ -37,6 +43,7 @@ __all__ = [
     "import_copy",
     "pack_part",
     "rounded",
+    "topology_of",
     "updatable",
     "wire_dtype",
 ]

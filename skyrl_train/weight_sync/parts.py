@@ -23,12 +23,15 @@ from skyrl_train.weights import (
     Memory,
     Packing,
     Piece,
+    copy_out,
     dtype_name,
     host_bytes,
     index_bytes,
+    require_checksum,
+    slices_in,
     slices_of,
     tensors_of,
-    verified_slices,
+    views_of,
 )
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,13 +123,15 @@ class Arrivals:
         self._open: dict[str, Tensor] = {}
         self._num_missing: dict[str, int] = {}
         self._kept: dict[str, Tensor] = {}
+        self._memory = Memory()
 
     def begin(self) -> None:
         """Forget what an update that failed has left."""
         self._open, self._num_missing = {}, {}
 
     def take(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters that are whole now, as the bucket has them. `flat_of` gives the bytes of a part.
+        """Yield parameters that are whole now, as the bucket has them, in memory of their own. `flat_of` gives the bytes of
+        a part, from which they are copied and summed in one pass, so that they may be anybody's.
 
         Raises EngineError where bytes are damaged or missing, and for changes of what was not kept.
         """
@@ -135,45 +140,51 @@ class Arrivals:
         if bucket.tensors:
             yield from tensors_of(bucket)
             return
+        self._open = {}
         for part in bucket.parts or (bucket,):
-            yield from self._take_part(part, flat_of(part))
+            yield from self._take_part(part, flat_of(part), bucket)
         if lacking := [name for name in bucket.names if self._num_missing.get(name)]:
             raise EngineError(f"of {lacking[0]} {self._num_missing[lacking[0]]} values did not arrive")
 
-    def _take_part(self, part: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        slices = verified_slices(part, flat)
+    def _take_part(self, part: Bucket, flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        slices = slices_in(part, flat)
         pieces = part.pieces or tuple(Piece((0,) * len(shape), tuple(shape)) for shape in part.shapes)
-        for name, dtype, shape, piece, (start, num_bytes) in zip(part.names, part.dtypes, part.shapes, pieces, slices):
-            data, type_ = flat[start : start + num_bytes], getattr(torch, dtype)
-            if piece.num_changed < 0 and tuple(piece.whole) == tuple(shape) and part.update == "":
-                yield name, data.view(type_).view(shape)
-                continue
-            whole = self._whole(name, piece, type_, part, flat.device)
-            box = whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]
-            if piece.num_changed < 0:
-                box.copy_(data.view(type_).view(shape))
-            elif piece.num_changed:
-                first = index_bytes(piece.num_changed)
-                indices = data[: _INDEX_BYTES * piece.num_changed].view(torch.int32).long()
-                values = box.flatten()
-                values[indices.to(values.device)] = data[first:].view(type_).to(values.device)
-                box.copy_(values.view(shape))
-            self._num_missing[name] -= math.prod(shape)
+        places: list[tuple[Tensor, Tensor]] = []
+        for name, dtype, shape, piece in zip(part.names, part.dtypes, part.shapes, pieces):
+            whole = self._whole(name, piece, getattr(torch, dtype), bucket, flat.device)
+            places.append((whole, whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]))
+        boxes = [(start, box) for (start, _), (_, box), piece in zip(slices, places, pieces) if piece.num_changed < 0]
+        require_checksum(part, copy_out(flat, boxes))
+        for name, piece, (start, num_bytes), (whole, box) in zip(part.names, pieces, slices, places):
+            if piece.num_changed > 0:
+                _put_changes(box, flat[start : start + num_bytes], piece.num_changed)
+            self._num_missing[name] = self._num_missing.get(name, whole.numel()) - box.numel()
             if not self._num_missing[name]:
                 self._open.pop(name, None)
                 yield name, whole
 
-    def _whole(self, name: str, piece: Piece, dtype: torch.dtype, part: Bucket, device: torch.device) -> Tensor:
+    def _whole(self, name: str, piece: Piece, dtype: torch.dtype, bucket: Bucket, device: torch.device) -> Tensor:
         """The tensor that the pieces go to: one of this update alone, or that which is kept, in host memory."""
         shape = tuple(piece.whole)
-        self._num_missing.setdefault(name, math.prod(shape))
-        if part.update == "":
+        if bucket.update == "":
+            if not self._open:
+                planned = replace(bucket, pieces=(), parts=())
+                slices, num_bytes = slices_of(planned)
+                self._open = dict(zip(bucket.names, views_of(planned, slices, self._memory.take(num_bytes, device))))
             if name not in self._open:
                 self._open[name] = _empty(shape, dtype, device)
             return self._open[name]
         kept = self._kept.get(name)
         if kept is None or kept.shape != shape or kept.dtype != dtype:
-            if part.update == "changes":
+            if bucket.update == "changes":
                 raise EngineError(f"only what changed of {name} arrived, at an engine that does not have the rest")
             kept = self._kept[name] = _empty(shape, dtype, torch.device("cpu"))
         return kept
+
+
+def _put_changes(box: Tensor, data: Tensor, count: int) -> None:
+    """Write so many values of a box, which lie behind their indices."""
+    indices = data[: _INDEX_BYTES * count].view(torch.int32).long()
+    values = box.flatten()
+    values[indices.to(values.device)] = data[index_bytes(count) :].view(box.dtype).to(values.device)
+    box.copy_(values.view(box.shape))

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.parts import Arrivals
-from skyrl_train.weights import Bucket, copied
+from skyrl_train.weights import Bucket, StreamPlan, Update, carried_bytes
 
 if TYPE_CHECKING:
     from skyrl_train.endpoints import Rendezvous
     from skyrl_train.types import GenerationOutput, GenerationRequest
 
+_NO_BROADCAST = "this engine takes no broadcast of weights. Set generator.weight_transport=shared_memory"
 Generate = Callable[["GenerationRequest"], Coroutine[Any, Any, "GenerationOutput"]]
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]], int], None]
 
@@ -64,9 +65,17 @@ class UpdatableEngine:
         """Return its workers, one per device, by rank."""
         return [Receiver()]
 
+    def take_plan(self, plan: StreamPlan) -> None:  # noqa: ARG002
+        """Keep what the syncs are that follow the next `meet`."""
+        raise EngineError(_NO_BROADCAST)
+
     def meet(self, rendezvous: Rendezvous) -> None:  # noqa: ARG002
-        """Join a trainer that broadcasts its weights; `rendezvous.rank` is that of the first worker."""
-        raise EngineError("this engine takes no broadcast of weights. Set generator.weight_transport=shared_memory")
+        """Join a trainer that broadcasts its weights, by the plan; `rendezvous.rank` is that of the first worker."""
+        raise EngineError(_NO_BROADCAST)
+
+    def receive(self, version: int, update: Update) -> None:  # noqa: ARG002
+        """Take all that the plan says, of a sync to `version`."""
+        raise EngineError(_NO_BROADCAST)
 
     def can_import(self, bucket: Bucket) -> bool:  # noqa: ARG002
         """Return whether all its workers can read the memory that a bucket's owner exports."""
@@ -122,7 +131,7 @@ class WholeWeights(UpdatableEngine):
 
     def update(self, bucket: Bucket) -> None:
         """Keep the parameters. Raises EngineError for damaged bytes."""
-        self._arrived |= dict(self._arrivals.take(bucket, copied))
+        self._arrived |= dict(self._arrivals.take(bucket, carried_bytes))
 
     def finish_update(self, version: int, num_tensors: int) -> int:
         """Hand over what has come. Raises EngineError where that is not all, or not what the engine's model has."""

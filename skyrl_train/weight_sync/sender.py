@@ -4,65 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.distributed import meet, own_box
+from skyrl_train.distributed import own_box, reshard
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
 from skyrl_train.weight_sync.parts import Entry, SentWeights, pack_part
-from skyrl_train.weights import Bucket, Memory, ParameterFact, Piece, WeightSender, facts_of, in_file, pack, pack_bucket
+from skyrl_train.weight_sync.stream import StreamEnd
+from skyrl_train.weights import (
+    Box,
+    Bucket,
+    Memory,
+    ParameterFact,
+    Piece,
+    StreamPlan,
+    Update,
+    WeightSender,
+    facts_of,
+    in_file,
+    pack,
+    pack_bucket,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
     from skyrl_train.distributed import ModelStrategy
-
-
-class WeightGroup:
-    """One process's end of a group for weights alone: the ranks of a learner send in turn, every worker of every engine
-    receives, and so do the other ranks, since a broadcast has all of a group take part.
-
-    The group stands beside whatever groups learner and engine have. Its backend follows the device: gloo between CPUs, NCCL
-    between CUDA devices, where a bucket never leaves device memory. Calls block until all have made theirs, or until the
-    deadline of the rendezvous.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        """Raises what torch raises where the others do not come in time."""
-        self._device, self._rank = device, rendezvous.rank
-        self._timeout = timedelta(seconds=rendezvous.timeout_s)
-        self._backend: Any = meet(rendezvous, device)
-
-    def send(self, flat: Tensor) -> None:
-        """Broadcast the bytes of a bucket from this rank to all others; waits for them."""
-        self._broadcast(flat, self._rank)
-
-    def receive(self, num_bytes: int, rank: int = 0, memory: Memory | None = None) -> Tensor:
-        """The bytes that `rank` sends, in memory of their own unless one is given."""
-        flat = (memory or Memory()).take(num_bytes, self._device)
-        self._broadcast(flat, rank)
-        return flat
-
-    def close(self) -> None:
-        """Leaves without waiting for anybody: others may be dead."""
-        abort = getattr(self._backend, "abort", None)
-        if self._device.type == "cuda" and abort is not None:
-            abort()
-        self._backend = None
-
-    def _broadcast(self, tensor: Tensor, rank: int) -> None:
-        if not len(tensor):
-            return
-        options = dist.BroadcastOptions()
-        options.rootRank = rank
-        self._backend.broadcast([tensor], options).wait(self._timeout)
 
 
 class RankSender(WeightSender):
@@ -79,14 +51,12 @@ class RankSender(WeightSender):
         """`device` computes; parameters may be elsewhere. `require_there` raises where they cannot be read now."""
         self._model, self._strategy, self._device = model, strategy, device
         self._require_there = require_there
-        self._group: WeightGroup | None = None
+        self._plan: StreamPlan | None = None
+        self._stream: StreamEnd | None = None
         self._exports: list[Export] = []
         self._sent = SentWeights()
         self._memory = Memory()
-        """Of the bucket that was handed over last."""
-        self._held: Tensor | None = None
-        self._passing = Memory()
-        """Of what other ranks send."""
+        """Of the bucket that was handed over last, and of one that still leaves."""
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
@@ -126,29 +96,40 @@ class RankSender(WeightSender):
         """Return a port of this node that nobody listens on at this moment."""
         return free_port()
 
+    def boxes(self, planned: Sequence[Bucket]) -> tuple[tuple[Box, ...], ...]:
+        """Return what `carry_part` would hand over of each bucket."""
+
+        def box(bucket: Bucket, entry: Entry) -> Box:
+            return bucket.names.index(entry.name), entry.piece.offset, tuple(entry.box.shape)
+
+        return tuple(tuple(box(bucket, entry) for entry in self._own_entries(bucket)) for bucket in planned)
+
+    def take_plan(self, plan: StreamPlan) -> None:
+        """Keep what the syncs are that follow the next `meet`."""
+        self._plan = plan
+
     def meet(self, rendezvous: Rendezvous) -> None:
-        """Join the other ranks and the engines' workers, in place of any group that this rank was in."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        self._group = WeightGroup(rendezvous, self._device)
+        """Join the other ranks and the engines' workers by the plan, in place of any whom this rank had met."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        if self._plan is None:
+            raise RuntimeError("this rank was told to meet engines before it was told of what")
+        self._stream = StreamEnd(self._plan, rendezvous, self._device)
 
-    def hold_part(self, planned: Bucket) -> Bucket:
-        """Keep what `carry_part` would return on this rank's device, until `broadcast` has sent it, and return what
-        describes it."""
-        part, self._held = pack_part(self._own_entries(planned), planned, self._device, self._memory)
-        return replace(part, rank=self._strategy.rank)
-
-    def broadcast(self, sizes: Sequence[int]) -> None:
-        """Send what is held to those whom `meet` met, when it is this rank's turn, and let pass what others send."""
-        if self._group is None or self._held is None:
-            raise RuntimeError("this rank was not told to meet the engines, or has nothing to send")
-        held, self._held = self._held, None
-        for rank, num_bytes in enumerate(sizes):
-            if rank == self._strategy.rank:
-                self._group.send(held)
-            else:
-                self._group.receive(num_bytes, rank, self._passing)
+    def stream(self, version: int, update: Update, tolerance: float) -> int:
+        """Send this rank's parts of all buckets to those whom `meet` met, and return their bytes. While one leaves the next
+        is packed."""
+        if self._stream is None:
+            raise RuntimeError("this rank was not told to meet the engines")
+        num_bytes = 0
+        for index, bucket in enumerate(self._stream.plan.buckets):
+            planned = replace(bucket, update=update, tolerance=tolerance)
+            part, flat = pack_part(self._own_entries(planned), planned, self._device, self._memory)
+            self._stream.post(index, version, part, flat)
+            num_bytes += part.num_bytes
+        self._stream.settle()
+        return num_bytes
 
     def export(self, planned: Bucket, devices: Collection[str]) -> Bucket:
         """Export the memory of these parameters until the `export` after the next or `close_export`, on a rank whose device
@@ -183,6 +164,7 @@ class RankSender(WeightSender):
     def _own_entries(self, planned: Bucket) -> Iterator[Entry]:
         """What this rank hands over of these parameters. Ranks gather those together that are no boxes."""
         self._require_there()
+        reshard(self._model)  # a forward without a backward leaves some whole, which are shards in every other sync
         weights, adapter = weights_by_name(self._model), adapter_tensors(self._model)
         rank, num_ranks = self._strategy.rank, self._strategy.num_ranks
         boxes: dict[str, tuple[Tensor, tuple[int, ...]]] = {}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_train.endpoints import Endpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.receiver import UpdatableEngine, wire_dtype
+from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine, wire_dtype
 from skyrl_train.weight_sync.transports import Route, RouteSettings, Transport, shared_memory
-from skyrl_train.weights import ModelWeights, Update
+from skyrl_train.weights import Bucket, ModelWeights, Update
 
 PROBED_SYNCS = 10
 """The first so many, then every `PROBED_EVERY`th."""
@@ -117,6 +117,8 @@ class WeightSync:
         self._last: ModelWeights | None = None
         """Weights of the last sync."""
         self._version = -1
+        self._planned: tuple[object, tuple[Receiver, ...], Sequence[Bucket]] | None = None
+        """Who took part in the last update, and what was asked of them."""
         self._met: object = None
         """Who took part in the last sync, where what changed since can be sent."""
         self._num_since_full = 0
@@ -177,6 +179,19 @@ class WeightSync:
         self._met = None  # until this one is over
         return "keep" if is_full else "changes"
 
+    def _plan(
+        self, weights: ModelWeights, engines: Endpoint[UpdatableEngine]
+    ) -> tuple[tuple[Receiver, ...], Sequence[Bucket]]:
+        """Return the engines' workers and what all weights are, of which ends are asked where they are not those of the last
+        time."""
+        ends = (weights.senders.members, engines.members)
+        if self._planned is None or self._planned[0] != ends:
+            workers = engines.call(UpdatableEngine.receivers, "sync")
+            receivers = tuple(receiver for each in workers for receiver in each)
+            buckets = weights.buckets(adapter_only=self._adapter_only, dtype=wire_dtype(receivers))
+            self._planned = ends, receivers, buckets
+        return self._planned[1:]
+
     def _update(
         self,
         weights: ModelWeights,
@@ -186,15 +201,17 @@ class WeightSync:
         update: Update = "",
     ) -> int:
         """Return the bytes that travelled to each engine."""
-        workers = engines.call(UpdatableEngine.receivers, "sync")
-        receivers = tuple(receiver for each in workers for receiver in each)
-        buckets = weights.buckets(
-            adapter_only=self._adapter_only,
-            dtype=wire_dtype(receivers),
-            update=update,
-            tolerance=self._settings.weight_change_tolerance,
+        receivers, planned = self._plan(weights, engines)
+        tolerance = self._settings.weight_change_tolerance
+        buckets = [replace(bucket, update=update, tolerance=tolerance) for bucket in planned]
+        route = Route(
+            weights=weights,
+            engines=engines,
+            receivers=receivers,
+            version=version,
+            settings=self._settings,
+            kept=self._kept,
         )
-        route = Route(weights=weights, engines=engines, receivers=receivers, settings=self._settings, kept=self._kept)
         engines.call(UpdatableEngine.begin_update, "sync")
         num_bytes = transport(route, buckets)
         num_tensors = sum(len(bucket.names) for bucket in buckets)

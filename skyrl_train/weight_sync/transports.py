@@ -2,7 +2,7 @@
 
     shared_memory   each rank --its own shards--> every engine: shared memory within a node, on Ray the network between
                     nodes; within one process the tensors themselves
-    broadcast       each rank --its own shards, gloo or NCCL--> every worker of every engine, from device to device
+    broadcast       each rank --its own shards, gloo or NCCL--> a worker of each node --> its others, from device to device
     cuda_ipc        ranks whose device a worker of an engine shares export the bucket, which the worker copies there
     files           rank 0 writes a file, every engine reads it: for whatever nothing else works between
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from skyrl_train.endpoints import Endpoint, Pending, meeting_point
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name, require_exporters
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
-from skyrl_train.weights import Bucket, ModelWeights, WeightSender, pack
+from skyrl_train.weights import Bucket, ModelWeights, StreamPlan, WeightSender, pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +54,8 @@ class Route:
     engines: Endpoint[UpdatableEngine]
     receivers: tuple[Receiver, ...]
     """All workers of these engines, equally many of each."""
+    version: int
+    """Of the weights."""
     settings: RouteSettings
     kept: dict[str, Any]
     """What a transport keeps from one sync to the next."""
@@ -106,46 +107,47 @@ def files(route: Route, buckets: Sequence[Bucket]) -> None:
 
 
 def broadcast(route: Route, buckets: Sequence[Bucket]) -> int | None:
-    """Through a group of processes, which is made again where the engines are not those that were met. Nobody gathers: each
-    rank sends its own shards. Weights of no model are in this process alone and travel as `shared_memory`."""
+    """Through groups of processes, which are made again where ranks, engines or weights are not those that were met, as all
+    ends then have a plan of what comes. Nobody gathers: each rank sends its own shards. Weights of no model are in this
+    process alone and travel as `shared_memory`."""
     if route.weights.scores is None:
         return shared_memory(route, buckets)
-    ends = (route.senders.members, route.engines.members)
-    if route.kept.get("met") != ends:
-        route.kept["met"] = None
-        _meet(route)
-        route.kept["met"] = ends
-    num_bytes = 0
-    packed = [route.senders.begin(WeightSender.hold_part, "sync", bucket) for bucket in buckets[:1]]
-    for bucket, following in zip_longest(buckets, buckets[1:]):
-        pending = packed.pop()
-        parts = pending.wait()
-        sizes = [part.num_bytes for part in parts]
-        sending = route.senders.begin(WeightSender.broadcast, "sync", sizes)
-        if following is not None:  # which ranks pack while engines load this one
-            packed.append(route.senders.begin(WeightSender.hold_part, "sync", following))
-        sent = [part for part in parts if part.names]
-        sending.wait(route.engines.begin(UpdatableEngine.update_parts, "sync", bucket, *sent))
-        num_bytes += sum(sizes)
-    return num_bytes
+    update, tolerance = (buckets[0].update, buckets[0].tolerance) if buckets else ("", 0.0)
+    planned = tuple(replace(bucket, update="", tolerance=0.0) for bucket in buckets)
+    ends = (route.senders.members, route.engines.members, planned)
+    met = route.kept.pop("met", None)  # until this sync is over: who was told of one that failed may wait for the rest
+    if met != ends:
+        _meet(route, planned)
+    receiving = route.engines.begin(UpdatableEngine.receive, "sync", route.version, update)
+    sent = route.senders.begin(WeightSender.stream, "sync", route.version, update, tolerance).wait(receiving)
+    route.kept["met"] = ends
+    return sum(sent)
 
 
-def _meet(route: Route) -> None:
-    """Have all ranks and all workers of the engines join one group."""
+def _meet(route: Route, planned: tuple[Bucket, ...]) -> None:
+    """Have all ranks and all workers of the engines plan what is to come, and join each other."""
     senders, engines = route.senders, route.engines
+    workers_per_engine = len(route.receivers) // len(engines.nodes)
+    plan = StreamPlan(
+        sender_nodes=senders.nodes,
+        receiver_nodes=tuple(node for node in engines.nodes for _ in range(workers_per_engine)),
+        buckets=planned,
+        boxes=tuple(senders.call(WeightSender.boxes, "sync", planned)),
+    )
+    telling = engines.begin(UpdatableEngine.take_plan, "sync", plan)
+    senders.begin(WeightSender.take_plan, "sync", plan).wait(telling)
     place = meeting_point(
         [*senders.nodes, *engines.nodes],
         folder=route.settings.node_folder,
         port_of_first=lambda: senders.call(WeightSender.free_port, "sync")[0],
         timeout_s=route.settings.timeout_s,
     )
-    num_senders, workers_per_engine = len(senders.nodes), len(route.receivers) // len(engines.nodes)
-    num_ranks = num_senders + len(route.receivers)
-    first_ranks = [num_senders + workers_per_engine * index for index in range(len(engines.nodes))]
+    num_senders, num_participants = len(senders.nodes), len(senders.nodes) + len(route.receivers)
+    firsts = range(num_senders, num_participants, workers_per_engine)
     joining = engines.begin_each(
-        UpdatableEngine.meet, "sync", [place.rendezvous(rank, num_ranks) for rank in first_ranks]
+        UpdatableEngine.meet, "sync", [place.rendezvous(first, num_participants) for first in firsts]
     )
-    places = [place.rendezvous(rank, num_ranks) for rank in range(num_senders)]
+    places = [place.rendezvous(rank, num_participants) for rank in range(num_senders)]
     senders.begin_each(WeightSender.meet, "sync", places).wait(joining)
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from skyrl_train.config.models import GeneratorConfig, SamplingConfig
-from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine, vllm_settings
 from skyrl_train.model import load_causal_lm, quiet_transformers
 from skyrl_train.runs.construction import engine_settings
-from skyrl_train.weight_sync import Export, WeightGroup, wire_dtype
+from skyrl_train.weight_sync import Export, SentWeights, StreamEnd, wire_dtype
 from skyrl_train.weights import Bucket, pack, pack_bucket
 from tests.support.vllm_cases import CONFIG, LONG_PROMPT, expected_logprobs, largest_difference, request, sync
 from tests.support.weight_cases import in_buckets
+from tests.support.weight_streams import CPU, make_plan, place_of, send
 
 pytestmark = pytest.mark.cluster
 
@@ -192,19 +192,21 @@ def test_workers_in_processes_of_their_own_take_buckets_and_broadcasts(tmp_path:
         output = engine.submit(request("carried")).result(60)
         assert largest_difference(output, expected_logprobs(carried, LONG_PROMPT, output)) < 1e-4
 
-        place = {"num_ranks": 2, "init_method": f"file://{tmp_path}/meet", "timeout_s": 60.0}
+        plan = make_plan(sent, ["rank"], ["worker"], limit_bytes=2**20)
+        meeting = str(tmp_path / "meet")
         with ThreadPoolExecutor(1) as beside:
-            group = beside.submit(WeightGroup, Rendezvous(rank=0, **place), torch.device("cpu"))  # type: ignore[arg-type]
-            engine.meet(Rendezvous(rank=1, **place))  # type: ignore[arg-type]
-            bucket, flat = pack(sent.items(), torch.device("cpu"))
+            joining = beside.submit(StreamEnd, plan, place_of(meeting, 0, plan), CPU)
+            engine.take_plan(plan)
+            engine.meet(place_of(meeting, 1, plan))
             engine.begin_update()
-            sending = beside.submit(group.result(60).send, flat)
-            engine.update(bucket)
+            sending = beside.submit(send, joining.result(60), 0, sent, 2, "", SentWeights())
+            engine.receive(2, "")
             sending.result(60)
         assert engine.finish_update(2, len(sent)) == 2
         output = engine.submit(request("sent")).result(60)
         assert largest_difference(output, expected_logprobs(sent, LONG_PROMPT, output)) < 1e-4
 
+        bucket, flat = pack(sent.items(), CPU)
         loan = Export(flat)
         engine.begin_update()
         engine.update(replace(bucket, handles=loan.handles))

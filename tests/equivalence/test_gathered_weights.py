@@ -19,8 +19,8 @@ from skyrl_train.endpoints import Rendezvous
 from skyrl_train.model import load_causal_lm
 from skyrl_train.model.lora import add_adapter, as_they_are, by_layer, merged_weights, weights_by_name
 from skyrl_train.model.parallel import ALL_GATHER
-from skyrl_train.weight_sync import Arrivals, RankSender, WeightGroup
-from skyrl_train.weights import Bucket, copied
+from skyrl_train.weight_sync import Arrivals, RankSender, StreamEnd
+from skyrl_train.weights import Bucket, StreamPlan, Update, carried_bytes
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import save_tiny_model
 
@@ -134,38 +134,44 @@ def assert_sent_in_parts(sender: RankSender, expected: dict[str, Tensor]) -> Non
     planned = Bucket(names=tuple(facts), dtypes=("bfloat16",) * len(facts), shapes=tuple(facts.values()))
     parts: list[Any] = [None, None]
     distributed.all_gather_object(parts, sender.carry_part(planned))
-    made = dict(Arrivals().take(replace(planned, parts=tuple(parts)), copied))
+    made = dict(Arrivals().take(replace(planned, parts=tuple(parts)), carried_bytes))
     assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
     assert max(part.num_bytes for part in parts) < 0.7 * sum(part.num_bytes for part in parts)
 
 
-def receive_all(group: WeightGroup, parts: list[Bucket]) -> Callable[[Bucket], Tensor]:
-    received = [group.receive(part.num_bytes, part.rank) for part in parts]
-    return lambda part: received[part.rank]
+def receive_all(end: StreamEnd, arrivals: Arrivals, version: int, update: Update) -> dict[str, Tensor]:
+    arrivals.begin()
+    return {
+        name: tensor.clone()
+        for bucket, bytes_of in end.receive(version, update)
+        for name, tensor in arrivals.take(bucket, bytes_of)
+    }
 
 
-def assert_broadcast_by_both(rank: int, sender: RankSender, expected: dict[str, Tensor], meeting: Path) -> None:
+def assert_streamed_by_both(rank: int, sender: RankSender, expected: dict[str, Tensor], meeting: Path) -> None:
     """A worker that met both ranks has the weights from them, bit for bit, and then what changed: nothing."""
     shapes = tuple(tuple(tensor.shape) for tensor in expected.values())
-    planned = Bucket(names=tuple(expected), dtypes=("bfloat16",) * len(shapes), shapes=shapes, update="keep")
+    planned = Bucket(names=tuple(expected), dtypes=("bfloat16",) * len(shapes), shapes=shapes)
+    boxes: list[Any] = [None, None]
+    distributed.all_gather_object(boxes, sender.boxes([planned]))
+    plan = StreamPlan(sender_nodes=("", ""), receiver_nodes=("",), buckets=(planned,), boxes=tuple(boxes))
     place = Rendezvous(rank=rank, num_ranks=3, init_method=f"file://{meeting}", timeout_s=30.0)
-    arrivals = Arrivals()
+    arrivals, syncs = Arrivals(), {"keep": 1, "changes": 2}
     with ThreadPoolExecutor(1) as worker:
-        joined = worker.submit(WeightGroup, replace(place, rank=2), torch.device("cpu")) if rank == 0 else None
+        joined = worker.submit(StreamEnd, plan, replace(place, rank=2), torch.device("cpu")) if rank == 0 else None
+        sender.take_plan(plan)
         sender.meet(place)
-        for update in (planned, replace(planned, update="changes")):
-            arrivals.begin()
-            parts: list[Any] = [None, None]
-            distributed.all_gather_object(parts, sender.hold_part(update))
-            assert [part.rank for part in parts] == [0, 1]
+        for update, version in syncs.items():
+            receiving = None
             if joined is not None:
-                group = joined.result(30)
-                receiving = worker.submit(receive_all, group, parts)
-            sender.broadcast([part.num_bytes for part in parts])
-            if joined is not None:
-                made = dict(arrivals.take(replace(update, parts=tuple(parts)), receiving.result(30)))
+                receiving = worker.submit(receive_all, joined.result(30), arrivals, version, update)  # type: ignore[arg-type]
+            num_bytes = sender.stream(version, update, 0.0)  # type: ignore[arg-type]
+            with torch.no_grad():  # which leaves parameters outside of layers whole
+                sender._model(input_ids=torch.arange(1, 9)[None])
+            if receiving is not None:
+                made = receiving.result(30)
                 assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
-        assert sum(part.num_bytes for part in parts) <= 2 * 1024, "no value changed"
+        assert num_bytes <= 1024, "no value changed"
 
 
 def on_one_of_two(rank: int, folder: Path) -> dict[str, Any]:
@@ -188,7 +194,7 @@ def on_one_of_two(rank: int, folder: Path) -> dict[str, Any]:
         assert all(torch.equal(made[name], expected[name]) for name in types)
         sender = RankSender(model, strategy, torch.device("cpu"))
         assert_sent_in_parts(sender, expected)
-        assert_broadcast_by_both(rank, sender, expected, folder / f"meet-{with_adapter}")
+        assert_streamed_by_both(rank, sender, expected, folder / f"meet-{with_adapter}")
         found[str(with_adapter)] = (len(types), len(by_layer(types)), len(gathers))
     return found
 

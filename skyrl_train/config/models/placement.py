@@ -21,6 +21,8 @@ from skyrl_train.registry import PartSpec
 
 SHARING_SETTINGS = ("strategy.sequence_parallel_size", "strategy.tensor_parallel_size")
 """Which ranks compute micro-batches together."""
+WEIGHT_BUCKET_BYTES = 256 * 2**20
+"""Of weights that are on their way to engines together."""
 STATE_BUCKET_BYTES = 1 << 30
 """Optimizer state that a step takes from the host to the device at once; a larger parameter's goes alone."""
 ROLES = ("policy", "critic", "ref")

@@ -25,7 +25,7 @@ from skyrl_train.inference.vllm.processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm.settings import VLLMSettings, sampling_arguments
 from skyrl_train.rollout import Listener
 from skyrl_train.types import NO_ROUTING, GenerationOutput, GenerationRequest, StopReason, VersionRun, routing_column
-from skyrl_train.weights import Bucket, in_file
+from skyrl_train.weights import Bucket, Update, in_file
 
 T = TypeVar("T")
 
@@ -231,6 +231,16 @@ class VLLMCore:
             with _for_workers(bucket, separate=self._settings.separate_workers) as sent:
                 self._engine.collective_rpc("update_weights", kwargs={"update_info": sent.fields()})
             self._num_received += len(bucket.names)
+
+        self._guarded(receive)
+
+    def receive(self, version: int, update: Update, num_tensors: int) -> None:
+        """Take all weights, `num_tensors` of them, from the trainer that the workers met."""
+
+        def receive() -> None:
+            info = {"names": (), "dtypes": (), "shapes": (), "version": version, "update": update}
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": info})
+            self._num_received += num_tensors
 
         self._guarded(receive)
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.errors import DeadlineError
+from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm.core import VLLMCore
 from skyrl_train.inference.vllm.processes import EngineProcesses
@@ -23,7 +23,7 @@ from skyrl_train.inference.vllm.settings import VLLMSettings, vllm_settings
 from skyrl_train.rollout import listener
 from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync import Receiver, UpdatableEngine
-from skyrl_train.weights import Bucket, pack_bucket, tensors_of
+from skyrl_train.weights import Bucket, StreamPlan, Update, pack_bucket, tensors_of
 
 if TYPE_CHECKING:
     from skyrl_train.endpoints import Rendezvous
@@ -105,6 +105,7 @@ class VLLMEngine(UpdatableEngine):
         """
         del tokenizer
         chosen = vllm_settings(settings)
+        self._plan: StreamPlan | None = None
         self._processes = EngineProcesses()
         try:
             self._thread = _EngineThread(chosen, self._processes)
@@ -152,10 +153,21 @@ class VLLMEngine(UpdatableEngine):
         how = {"handles": dict(bucket.handles), "num_bytes": bucket.num_bytes}
         return all(self._thread.call(lambda core: core.ask_workers("can_import", **how)))
 
+    def take_plan(self, plan: StreamPlan) -> None:
+        """Keep what the syncs are that follow the next `meet`."""
+        self._plan = plan
+
     def meet(self, rendezvous: Rendezvous) -> None:
         """Join a trainer that broadcasts its weights. Raises EngineError."""
-        how = {"init_info": vars(rendezvous)}
+        if self._plan is None:
+            raise EngineError("this engine was told to meet a trainer before it was told what that brings")
+        how = {"init_info": {**vars(rendezvous), "plan": self._plan.fields()}}
         self._thread.call(lambda core: core.ask_workers("init_weight_transfer_engine", **how))
+
+    def receive(self, version: int, update: Update) -> None:
+        """Take all that the plan says. After an error the engine answers nothing any more."""
+        num_tensors = sum(len(bucket.names) for bucket in self._plan.buckets) if self._plan else 0
+        self._thread.call(lambda core: core.receive(version, update, num_tensors))
 
     def begin_update(self) -> None:
         """From here on nothing is computed until `finish_update`; new requests wait."""

@@ -7,7 +7,7 @@ does, verifies each bucket before a byte of it is loaded, and mends what a reloa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -25,8 +25,8 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm.adapter import load_adapter
 from skyrl_train.inference.vllm.sampler import use_keyed_sampler
 from skyrl_train.telemetry.logs import stacks
-from skyrl_train.weight_sync import Arrivals, Rounding, WeightGroup, device_name, import_copy, rounded
-from skyrl_train.weights import Bucket, Piece, copied
+from skyrl_train.weight_sync import Arrivals, Rounding, StreamEnd, device_name, import_copy, rounded
+from skyrl_train.weights import Bucket, bucket_of, carried_bytes, plan_of
 
 BACKEND = "skyrl_train_buckets"
 stacks.answer("vLLM worker")  # where this is a process of its own; the engine's answers already
@@ -34,18 +34,20 @@ stacks.answer("vLLM worker")  # where this is a process of its own; the engine's
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where a trainer that broadcasts is to be met; nothing where it does not. The fields of a `Rendezvous`."""
+    """Where a trainer that broadcasts is to be met, and what it will bring; nothing where it does not. The fields of a
+    `Rendezvous`, and those of a `StreamPlan`."""
 
     rank: int = 0
     """Rank of this engine's first worker."""
     num_ranks: int = 0
     init_method: str = ""
     timeout_s: float = 0.0
+    plan: Any = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The fields of a `Bucket`."""
+    """The fields of a `Bucket`; or, with a version, none: all buckets come from the trainer that was met."""
 
     names: Any
     dtypes: Any
@@ -58,6 +60,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     parts: Any = ()
     rank: int = 0
     update: Any = ""
+    version: int | None = None
 
 
 class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -68,7 +71,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     update_info_cls = UpdateInfo
     rounding: Rounding = "none"
     """What matrices are rounded to before they are loaded."""
-    _group: WeightGroup | None = None
+    _stream: StreamEnd | None = None
     _adapter: dict[str, Tensor]
 
     @cached_property
@@ -94,7 +97,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
                 init_method=init_info.init_method,
                 timeout_s=init_info.timeout_s,
             )
-            self._group = WeightGroup(rendezvous, self.device)
+            self._stream = StreamEnd(plan_of(init_info.plan), rendezvous, self.device)
 
     def start_weight_update(self) -> None:
         """Prepares each layer to receive weights in the checkpoint's form."""
@@ -115,15 +118,21 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises EngineError, before anything is loaded, where the bucket is damaged."""
-        bucket = bucket_of(dict(vars(update_info)))
-        parts = bucket.parts or (bucket,)
-        if self._group is not None and not any(map(_has_bytes, parts)):
-            # All of it before any is verified: who sends waits for every worker.
-            received = {part.rank: self._group.receive(part.num_bytes, part.rank) for part in parts}
-            arrived = self._arrivals.take(bucket, lambda part: received[part.rank])
-        else:
-            arrived = self._arrivals.take(bucket, self._bytes_of)
+        """Raises EngineError, before anything of a bucket is loaded, where it is damaged."""
+        if update_info.version is None:
+            bucket = bucket_of(dict(vars(update_info)))
+            self._load(self._arrivals.take(bucket, self._bytes_of))
+            return
+        if self._stream is None:
+            raise EngineError("weights were announced to an engine that did not meet the trainer")
+        try:
+            for bucket, bytes_of in self._stream.receive(update_info.version, update_info.update):
+                self._load(self._arrivals.take(bucket, bytes_of))
+        except BaseException:
+            self.shutdown()  # so that nobody waits for this worker
+            raise
+
+    def _load(self, arrived: Iterable[tuple[str, Tensor]]) -> None:
         if self._takes_adapter:
             self._adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived}
             return
@@ -134,9 +143,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """The bytes of a bucket, or of a part of one, in memory that this worker owns."""
         if bucket.handles:
             return import_copy(bucket.handles, self.device, bucket.num_bytes)
-        if _has_bytes(bucket):
-            return copied(bucket)
-        raise EngineError("weights were announced to an engine that did not meet the trainer")
+        return carried_bytes(bucket)
 
     def finish_weight_update(self) -> None:
         """Puts the layers back into the form that computes."""
@@ -155,32 +162,10 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         return taken
 
     def shutdown(self) -> None:
-        """Leave the process group that the trainer broadcasts in, where this worker is in one."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-
-def _has_bytes(bucket: Bucket) -> bool:
-    """Whether they come with the bucket, not through a group of processes."""
-    return bool(bucket.data is not None or bucket.path or bucket.handles)
-
-
-def bucket_of(fields: dict[str, Any]) -> Bucket:
-    """The bucket whose `fields` these are, which may have come as JSON."""
-    return Bucket(
-        names=tuple(fields["names"]),
-        dtypes=tuple(fields["dtypes"]),
-        shapes=tuple(tuple(shape) for shape in fields["shapes"]),
-        checksum=fields["checksum"],
-        data=fields["data"],
-        path=fields["path"],
-        handles=fields["handles"] or {},
-        pieces=tuple(Piece(tuple(offset), tuple(whole), count) for offset, whole, count in fields["pieces"]),
-        parts=tuple(bucket_of(part) for part in fields["parts"]),
-        rank=fields["rank"],
-        update=fields["update"],
-    )
+        """Leave the process groups that the trainer broadcasts in, where this worker is in any."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 def renaming_of(hf_config: Any) -> Any | None:

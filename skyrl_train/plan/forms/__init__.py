@@ -8,12 +8,14 @@ if TYPE_CHECKING:
         Device,
         EngineRates,
         ScaledModel,
+        StreamedSync,
         Update,
         Work,
         devices_per_engine,
         engine_rates,
         engine_room,
         rollout_s,
+        streamed_sync,
         update_on,
     )
     from skyrl_train.plan.forms.search import (
@@ -39,6 +41,7 @@ __all__ = [
     "Form",
     "ScaledModel",
     "StepWork",
+    "StreamedSync",
     "Update",
     "Work",
     "allocations",
@@ -51,6 +54,7 @@ __all__ = [
     "rank_forms",
     "rollout_s",
     "step_work",
+    "streamed_sync",
     "update_on",
 ]
 

@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
 from skyrl_train.batch.layouts import CostModel, DeviceRates, ModelShape, rates_of
-from skyrl_train.config.models import STATE_BUCKET_BYTES, MeshSizes
+from skyrl_train.config.models import STATE_BUCKET_BYTES, WEIGHT_BUCKET_BYTES, MeshSizes
 from skyrl_train.config.rules import num_experts
 from skyrl_train.learner.memory import DeviceShare
 from skyrl_train.model.sizes import ParameterCounts, read_config, text_part
 from skyrl_train.plan.time import FORWARD_SHARE
+from skyrl_train.weight_sync import Stage, StageBytes, Topology
 
 _BF16 = 2
 _FP32 = 4
@@ -38,7 +40,7 @@ _DECODE_OVERHEAD_S = 2e-3
 _SEQUENCE_OVERHEAD_S = 1e-5
 """Of one sequence in a step of decoding, on the engine's core: scheduling, sampling, output. Stated, not measured."""
 _COLLECTIVE_S = 1.5e-5
-"""Of starting a sum over an engine's GPUs, of which a layer has two. Stated, not measured."""
+"""Of starting a sum over an engine's GPUs, of which a layer has two, or a transfer of weights. Stated, not measured."""
 
 
 _EXPOSED = ("partial sums", "exchanged heads", "host optimizer", "state here and back")
@@ -435,6 +437,49 @@ def _moved_bytes(
         "state here and back": state_in_host * 2 * state * model.state_bytes,
         "weight sync": _BF16 * model.counts.total * (1 - 1 / (mesh.shard * tensor)),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedSync:
+    """A weight sync from GPUs that train to others that generate, as `weight_sync/topology.py` plans it."""
+
+    links: Mapping[Stage, StageBytes]
+    """The most bytes that one link carries."""
+    num_calls: int
+    """How often the busiest GPU passes bytes on."""
+    seconds: float
+
+
+@cache
+def streamed_sync(
+    num_bytes: int,
+    mesh: MeshSizes,
+    device: Device,
+    *,
+    ranks_per_node: int,
+    workers: int,
+    workers_per_node: int,
+    together: bool = False,
+) -> StreamedSync:
+    """Return what a sync of all weights takes: each stage as long as its fullest link, one after the other, as a worker
+    passes a bucket on; and the calls. Parameters count as divided evenly over the ranks that are no replicas.
+
+    Args:
+        num_bytes: Of all weights, in the type that travels.
+        workers: GPUs of engines, all of which want all weights.
+        together: Whether they are on the ranks' nodes, on other GPUs.
+    """
+    sending, engines = mesh.shard * mesh.tensor, "ranks" if together else "engines"
+    topology = Topology(
+        sender_nodes=tuple(f"ranks-{index // ranks_per_node}" for index in range(mesh.num_ranks)),
+        receiver_nodes=tuple(f"{engines}-{index // workers_per_node}" for index in range(workers)),
+        sending=tuple(range(sending)),
+    )
+    links = topology.link_bytes([num_bytes // sending] * sending)
+    # What describes a bucket goes ahead of it.
+    num_calls = 2 * topology.most_calls() * math.ceil(num_bytes / WEIGHT_BUCKET_BYTES)
+    moving_s = sum(max(each.network / device.network_rate, each.local / device.node_rate) for each in links.values())
+    return StreamedSync(links=links, num_calls=num_calls, seconds=moving_s + num_calls * _COLLECTIVE_S)
 
 
 def engine_room(device: Device, share: float = _ENGINE_SHARE) -> float:

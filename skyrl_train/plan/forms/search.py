@@ -21,7 +21,17 @@ from skyrl_train.config.derived import old_logprobs_scored
 from skyrl_train.config.models import GeneratorConfig, StrategyConfig, mesh_sizes
 from skyrl_train.config.rules import divisors
 from skyrl_train.plan.estimate import assumed_lengths, sampled_lengths
-from skyrl_train.plan.forms.scale import Device, Rollouts, ScaledModel, Update, Work, engine_rates, rollout_s, update_on
+from skyrl_train.plan.forms.scale import (
+    Device,
+    Rollouts,
+    ScaledModel,
+    Update,
+    Work,
+    engine_rates,
+    rollout_s,
+    streamed_sync,
+    update_on,
+)
 
 LAYOUT_SETTINGS = (
     "fsdp_size",
@@ -324,13 +334,23 @@ def _phases(
     # Shared, what a model keeps leaves its device and comes back, and so do an engine's weights.
     kept = sum(update.memory.get(kind, 0) for kind in ("parameters", "optimizer state"))
     moves = 2 * (kept + weights / engines.size) / device.host_rate if place.shares and engines.size else 0.0
-    is_near = place.shares or (place.engine_nodes == place.nodes == 1 and not place.has_own_nodes)
-    to_engines = weights / (device.node_rate if is_near else device.network_rate) if engines.size else 0.0
+    if place.shares or not engines.size:  # each rank gathers all weights, and an engine copies them on the device
+        sync = update.seconds["weight sync"] + (weights / device.node_rate if engines.size else 0.0)
+    else:
+        sync = streamed_sync(
+            int(weights),
+            update.mesh,
+            device,
+            ranks_per_node=place.ranks_per_node,
+            workers=engines.size * engines.count,
+            workers_per_node=place.engine_gpus_per_node,
+            together=not place.has_own_nodes,
+        ).seconds
     return {
         "rollouts": engines.rollouts_s,
         "moves": moves,
         "update": work.num_updates * update.step_s,
-        "sync": update.seconds["weight sync"] + to_engines,
+        "sync": sync,
     }
 
 

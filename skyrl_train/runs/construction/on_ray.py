@@ -23,7 +23,7 @@ from skyrl_train.cluster import (
 from skyrl_train.config import TrainerConfig
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.derived import LearnerSettings, RunModels
-from skyrl_train.config.models import ModelConfig, PlacementConfig
+from skyrl_train.config.models import WEIGHT_BUCKET_BYTES, ModelConfig, PlacementConfig
 from skyrl_train.config.placement import Layout, Role, num_cpus
 from skyrl_train.inference import EngineSettings
 from skyrl_train.learner import BaseOfAdapter
@@ -33,7 +33,6 @@ from skyrl_train.rollout.hosts import WorkerSettings
 from skyrl_train.runs.construction.engines import Engines, device_sharing, request_gate, weight_sync
 from skyrl_train.trainers import Learners
 from skyrl_train.weight_sync import DeviceSharing
-from skyrl_train.weights import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from skyrl_train.model.files import ScorerSettings
@@ -68,7 +67,7 @@ class Cluster:
             settings,
             num_cpus=num_cpus(layout),
             name=run_name,
-            largest_bucket_bytes=max(BUCKET_BYTES, 4 * largest),
+            largest_bucket_bytes=max(WEIGHT_BUCKET_BYTES, 4 * largest),
         )
         stack.callback(self.session.close)
         self.placement = Placement(

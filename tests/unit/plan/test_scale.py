@@ -21,6 +21,7 @@ from skyrl_train.plan.forms.scale import (
     devices_per_engine,
     engine_rates,
     rollout_s,
+    streamed_sync,
     update_on,
 )
 
@@ -181,7 +182,31 @@ def test_rollouts_on_paper_take_what_simulated_ones_do(num_engines: int) -> None
 def test_the_page_has_what_the_script_prints_of_an_update(script: ModuleType) -> None:
     page, work = script.PAGE.read_text(encoding="utf-8"), script.work_of(script.lengths_of())
     assert script.put(page, "update", script.update_table(work)) == page
+    assert script.put(page, "sync", script.sync_table(work)) == page
     assert script.put(page, "tensor", script.tensor_table(work)) == page
+
+
+def test_a_streamed_sync_is_counted_link_by_link() -> None:
+    """Eight ranks on a node, sixteen workers on two: each rank has an eighth, and a lane brings one to both."""
+    device, weights = Device(), int(B7.engine_bytes * B7.counts.total)
+    found = streamed_sync(weights, MeshSizes(shard=8), device, ranks_per_node=8, workers=16, workers_per_node=8)
+    eighth = pytest.approx(weights / 8)
+    assert found.links["enter"].network == eighth, "a rank sends what it has once"
+    assert found.links["enter"].node_network == pytest.approx(weights), "all of it leaves the ranks' node"
+    assert found.links["across"].network == eighth, "in each lane one of two leaders has it, and the other wants it"
+    assert found.links["within"].local == pytest.approx(7 / 8 * weights)
+    buckets = -(-weights // (256 * 2**20))
+    assert found.num_calls == 2 * buckets * (1 + 1 + 8)
+    moving = 2 * weights / 8 / device.network_rate + 7 / 8 * weights / device.node_rate
+    assert found.seconds == pytest.approx(moving + 1.5e-5 * found.num_calls)
+
+
+def test_replicas_send_nothing_and_engines_beside_the_ranks_need_no_network() -> None:
+    sizes = {"ranks_per_node": 4, "workers": 4, "workers_per_node": 4}
+    replicated = streamed_sync(10**9, MeshSizes(shard=4, replicate=2), Device(), **sizes)
+    assert replicated.links == streamed_sync(10**9, MeshSizes(shard=4), Device(), **sizes).links
+    beside = streamed_sync(10**9, MeshSizes(shard=4), Device(), **sizes, together=True)
+    assert all(each.network == 0 for each in beside.links.values())
 
 
 @pytest.mark.nightly

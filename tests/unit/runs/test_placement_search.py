@@ -28,6 +28,7 @@ from skyrl_train.plan.forms import (
     layouts,
     micro_batch_sizes,
     rollout_s,
+    streamed_sync,
     update_on,
 )
 from skyrl_train.plan.memory import plan_memory, positions_that_fit, recomputing
@@ -303,8 +304,21 @@ def score_of(form: Config, config: Config, devices: Devices) -> float:
     weights = 2 * model.counts.total
     kept = sum(update.memory.get(kind, 0) for kind in ("parameters", "optimizer state"))
     moves = 2 * (kept + weights / size) / device.host_rate if shared else 0.0
-    on_one_node = shared or (nodes == 1)
-    sync = update.seconds["weight sync"] + weights / (device.node_rate if on_one_node else device.network_rate)
+    engine_gpus = size * vllm.num_engines
+    own_nodes = nodes - placement.policy_num_nodes
+    sync = (
+        update.seconds["weight sync"] + weights / device.node_rate
+        if shared
+        else streamed_sync(
+            int(weights),
+            update.mesh,
+            device,
+            ranks_per_node=placement.policy_num_gpus_per_node,
+            workers=engine_gpus,
+            workers_per_node=engine_gpus // (own_nodes or nodes),
+            together=not own_nodes,
+        ).seconds
+    )
     step = rollouts + moves + of_step.num_updates * update.step_s + sync
     default = StrategyConfig(name="fsdp2", cpu_offload=False)
     cuts = ("tensor_parallel_size", "sequence_parallel_size")

@@ -74,6 +74,8 @@ SMOKE = [
     ("view.py --turns 200", "slowest filter, answered"),
     ("weight_changes.py --steps 1 --rates 1e-6", r"\| 1e-06 \| bfloat16 \|"),
     ("weight_parts.py --megabytes 4 --rounds 1", r"\| changes \|"),
+    ("weight_parts.py --stream 4 4 --megabytes 4 --rounds 1", r"\| plan \| 4 \| 16 \| 1 \| 3 \| 0 \|"),
+    ("weight_sync.py --driver 2 16 --syncs 2", r"\| 16 \| .* \| 64 \|"),
     ("weight_sync.py --in-process --rounds 1 --megabytes 4", r"\| bfloat16 \| 2 \| 2 \|"),
 ]
 """Arguments of each program, and what it then prints."""

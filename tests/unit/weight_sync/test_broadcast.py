@@ -14,7 +14,7 @@ import torch
 from skyrl_train.distributed import as_default_group, join, leave
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.sender import WeightGroup
+from skyrl_train.weight_sync import WeightGroup
 from skyrl_train.weights import Bucket, pack, unpack
 
 CPU = torch.device("cpu")
