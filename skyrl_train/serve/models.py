@@ -1,0 +1,196 @@
+"""What the server computes with: learners of adapters on one base, and the engine that samples from what they saved.
+
+Everything here blocks, or belongs to the engine's loop; `service.py` decides what is called when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.config import Config
+from skyrl_train.config.derived import learner_settings
+from skyrl_train.config.models import LoraConfig, OptimizerConfig
+from skyrl_train.inference import HFEngine, load_for_engine
+from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner, read_model
+from skyrl_train.model import load_tokenizer
+from skyrl_train.model.sizes import read_config
+from skyrl_train.serve.examples import loss_of, rows_of
+from skyrl_train.serve.refusals import Refused
+from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
+from skyrl_train.system.files import sync_folder
+from skyrl_train.telemetry import to_values
+
+ALPHA = 32.0
+"""Of every adapter, whatever its rank, as the hosted service has it."""
+MAX_RANK = 256
+_ADAPTERS_IN_ENGINE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFacts:
+    """What an adapter is, as it is journaled and as a checkpoint states it."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+
+    @property
+    def shape(self) -> tuple[int, bool, bool]:
+        """What adapters have in common whose tensors fit one another."""
+        return self.rank, self.train_attn, self.train_mlp
+
+
+class Models:
+    """The base model, the adapters on it, and the base's own samples."""
+
+    def __init__(self, config: Config) -> None:
+        """Load them. Raises ModelError, EngineError."""
+        settings = learner_settings(config, "policy")
+        self.learners = AdapterLearners(settings)
+        self._trained: dict[str, PolicyLearner] = {}
+        tokenizer = load_tokenizer(config.model)
+        self.engine = HFEngine(
+            load_for_engine(config.model, config.platform.device),
+            tokenizer,
+            max_batch_size=1 if config.deterministic else config.generator.max_batch_size,
+        )
+        self.engine.share_weights(self.learners.base_weights())
+        architecture = read_config(config.model.path, revision=config.model.revision)
+        self.architecture = str(architecture.get("model_type", "unknown"))
+        text = self.learners.model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.max_length = int(getattr(text, "max_position_embeddings", 0) or config.generator.max_context_length)
+        self._in_engine: OrderedDict[str, None] = OrderedDict()
+        self._in_use: dict[str, int] = {}
+        self._loading = asyncio.Lock()
+
+    def create(self, name: str, facts: AdapterFacts) -> None:
+        """Make an adapter and its optimizer, if they are not there. Raises ModelError."""
+        if name in self._trained:
+            return
+        self._trained[name] = self.learners.create(
+            name, self._lora(facts), seed=facts.seed, optimizer=OptimizerConfig(name="adamw")
+        )
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        del self._trained[name]
+        self.learners.remove(name)
+
+    def forward_backward(self, name: str, request: ForwardBackward) -> bytes:
+        """Return the message of a pass, whose gradient is accumulated where there is one. Raises Refused, before anything is
+        computed."""
+        loss = loss_of(request.loss, request.config)
+        examples = rows_of(request, vocabulary=self.vocabulary, max_length=self.max_length)
+        found = None
+        if examples.batch is not None:
+            found = self._trained[name].forward_losses(examples.batch, [loss], backward=request.backward)
+        total = 0.0 if found is None else float(found.losses.sum())
+        return forward_backward_output(examples.outputs(found), {"loss:sum": total})
+
+    def optim_step(self, name: str, step: AdamWStep) -> Mapping[str, float]:
+        """Step, and return the norm of the gradient before clipping. Raises NonFiniteError, with the gradient dropped."""
+        metrics = to_values(self._trained[name].optim_step(step))
+        return {f"{key.rpartition('/')[2]}:mean": value for key, value in metrics.items()}
+
+    def save(self, name: str, folder: Path, *, with_optimizer: bool) -> int:
+        """Write the adapter into a new folder, which is there whole or not at all; returns its bytes. Raises SaveError."""
+        unfinished = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of a verb that was cut off, and is made again
+        held = self._trained[name].engine.hold_state(copies=False, leaves_gradient=True)
+        sums = dict(held.write(unfinished))
+        if not with_optimizer:
+            sums.pop("optimizer.safetensors", None)
+            (unfinished / "optimizer.safetensors").unlink(missing_ok=True)
+        sync_folder(unfinished)
+        unfinished.replace(folder)
+        sync_folder(folder.parent)
+        return sum(size for size, _ in sums.values())
+
+    def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Take the state of a folder, and drop a gradient. Raises CheckpointError."""
+        self._trained[name].engine.load(folder, with_optimizer=with_optimizer)
+
+    async def adapter_for(self, sampler: str, folder: Path, facts: AdapterFacts) -> None:
+        """Have the engine answer with what was saved in `folder` under the name `sampler`, until `release`."""
+        async with self._loading:
+            self._in_use[sampler] = self._in_use.get(sampler, 0) + 1
+            if sampler in self._in_engine:
+                self._in_engine.move_to_end(sampler)
+                return
+            idle = [each for each in self._in_engine if not self._in_use.get(each)]
+            for each in idle[: max(0, len(self._in_engine) - _ADAPTERS_IN_ENGINE + 1)]:
+                del self._in_engine[each]
+                await asyncio.to_thread(self.engine.unload_adapter, each)
+            lora = self._lora(facts)
+            await asyncio.to_thread(lambda: self.engine.load_adapter(sampler, lora, read_model(folder)))
+            self._in_engine[sampler] = None
+
+    def release(self, sampler: str) -> None:
+        """Tell that one user of `adapter_for` is done."""
+        self._in_use[sampler] -= 1
+        if not self._in_use[sampler]:
+            del self._in_use[sampler]
+
+    def close(self) -> None:
+        """Raises DeadlineError."""
+        self.engine.close()
+
+    def _lora(self, facts: AdapterFacts) -> LoraConfig:
+        targets = self.learners.targets(attention=facts.train_attn, mlp=facts.train_mlp)
+        return LoraConfig(rank=facts.rank, alpha=ALPHA, targets=targets)
+
+
+def adapter_facts(given: Mapping[str, object], *, seed: int) -> AdapterFacts:
+    """Return what a client's `lora_config` asks for; `seed` where it states none. Raises Refused."""
+    rank, own = given.get("rank"), given.get("seed")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise Refused(f"lora_config.rank must be a whole number from 1 to {MAX_RANK}; got {str(rank)[:40]}")
+    if own is not None and type(own) is not int:
+        raise Refused(f"lora_config.seed must be a whole number; got {str(own)[:40]}")
+    flags = {name: given.get(name, True) for name in ("train_attn", "train_mlp")}
+    if not all(type(each) is bool for each in flags.values()) or not any(flags.values()):
+        raise Refused("lora_config must have train_attn or train_mlp; the output head is not adapted here")
+    return AdapterFacts(
+        rank=rank,
+        seed=seed if own is None else abs(own) % 2**63,
+        train_attn=bool(flags["train_attn"]),
+        train_mlp=bool(flags["train_mlp"]),
+    )
+
+
+def adamw_step(given: Mapping[str, object]) -> AdamWStep:
+    """Return what a client's `adam_params` ask for, with the API's defaults. Raises Refused."""
+    defaults = {
+        "learning_rate": 1e-4,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-12,
+        "weight_decay": 0.0,
+        "grad_clip_norm": 0.0,
+    }
+    values: dict[str, float] = {}
+    for name, default in defaults.items():
+        value = given.get(name, default)
+        top = 1.0 if name.startswith("beta") else math.inf
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < top:
+            raise Refused(f"adam_params.{name} must be a number from 0 to below {top:g}; got {str(value)[:40]}")
+        values[name] = float(value)
+    if given.get("type", "adamw") != "adamw":
+        raise Refused(f"optimizer {str(given['type'])[:40]!r} is not served; adamw is")
+    return AdamWStep(
+        lr=values["learning_rate"],
+        betas=(values["beta1"], values["beta2"]),
+        eps=values["eps"],
+        weight_decay=values["weight_decay"],
+        max_grad_norm=values["grad_clip_norm"],
+    )
