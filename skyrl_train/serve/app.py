@@ -7,7 +7,6 @@ failed is told so by its promise, with status 200, as SDKs expect it.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from starlette.routing import Route
 
 from skyrl_train.errors import SaveError
 from skyrl_train.serve import wire
+from skyrl_train.serve.asked import Adam, checked
 from skyrl_train.serve.records import KINDS, Checkpoint, Model
 from skyrl_train.serve.refusals import Refused, not_there
 from skyrl_train.serve.service import Service
@@ -41,6 +41,17 @@ _NOT_SERVED = {
     "audit": "the server's journal has every request",
     "auth/token": "send the key itself",
 }
+_CONSTANT: Mapping[str, object] = {
+    # `custom_loss_server_side` stays false: nothing that a client sends is executed.
+    "client/config": {
+        "proto_compress_fwdbwd": True,
+        "parallel_fwdbwd_chunks": True,
+        "create_model_via_load_weights": True,
+    },
+    "client/dynamic_config": {"sample_cancel_enabled": True},
+    "telemetry": {"status": "accepted"},
+}
+"""What is answered whatever is sent."""
 
 logger = logging.getLogger(__name__)
 Verb = Callable[["Call"], Awaitable[Any]]
@@ -100,6 +111,12 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
 
         return Route(f"{API}/{path}", endpoint, methods=list(methods) or ["POST"])
 
+    def constant(content: object) -> Verb:
+        async def verb(_: Call) -> object:
+            return content
+
+        return verb
+
     async def health(_: HTTPRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -113,7 +130,8 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
         finally:
             await service.close()
 
-    routes = [Route(f"{API}/healthz", health), *(route(*each) for each in api.routes())]
+    constants = [route(path, constant(content)) for path, content in _CONSTANT.items()]
+    routes = [Route(f"{API}/healthz", health), *constants, *(route(*each) for each in api.routes())]
     return Starlette(routes=routes, lifespan=lifespan)
 
 
@@ -128,10 +146,7 @@ class _Api:
         of_model = ("save_weights", "save_weights_for_sampler", "unload_model")
         checkpoint = "training_runs/{model}/checkpoints/{part}/{name}"
         return [
-            ("client/config", self._client_config),
-            ("client/dynamic_config", self._dynamic_config),
             ("get_server_capabilities", self._capabilities, "GET"),
-            ("telemetry", self._telemetry),
             ("create_session", lambda call: self._service.create_session(call.tenant, call.content)),
             ("session_heartbeat", self._heartbeat),
             ("sessions/{session}/finish", lambda call: self._service.finish_session(call.tenant, call.path["session"])),
@@ -159,23 +174,10 @@ class _Api:
             ("{path:path}", self._unknown, "GET", "POST", "PUT", "DELETE"),
         ]
 
-    async def _client_config(self, call: Call) -> Any:
-        del call
-        # `custom_loss_server_side` stays false: nothing that a client sends is executed.
-        return {"proto_compress_fwdbwd": True, "parallel_fwdbwd_chunks": True, "create_model_via_load_weights": True}
-
-    async def _dynamic_config(self, call: Call) -> Any:
-        del call
-        return {"sample_cancel_enabled": True}
-
     async def _capabilities(self, call: Call) -> Any:
         del call
         facts = {"model_name": self._service.base_model, "max_context_length": self._service.max_length}
         return {"supported_models": [{**facts, "trainable": True, "sampleable": True}]}
-
-    async def _telemetry(self, call: Call) -> Any:
-        del call
-        return {"status": "accepted"}
 
     async def _heartbeat(self, call: Call) -> Any:
         session = self._service.records.session(call.tenant, call.content.get("session_id"))
@@ -212,23 +214,21 @@ class _Api:
         }
 
     async def _pass(self, call: Call, verb: str) -> Any:
-        """What is journaled is the same for a retry, whose bytes may differ in the order of entries."""
+        """Promise a pass. What is journaled is the same for a retry, whose bytes may differ in the order of entries."""
         if call.request.headers.get("content-type", "").startswith(wire.PROTOBUF):
-            asked = wire.decode_protobuf(call.body)
-            body = wire.parsed_protobuf(call.body).SerializeToString(deterministic=True)
-            verb, kind = "forward_backward" if asked.backward else "forward", "protobuf"
+            message = wire.parsed_protobuf(call.body)
+            seq, verb = message.seq_id, "forward" if message.forward_only else "forward_backward"
         else:
             content = call.content
-            asked = wire.decode_json(content, backward=verb == "forward_backward")
-            body, kind = json.dumps(content, sort_keys=True).encode(), "json"
-        seq = asked.seq_id
-        return await self._service.submit(call.tenant, verb, asked.model_id, seq, {"wire": kind}, body)
+            message, seq = wire.message_of_json(content, backward=verb == "forward_backward"), content.get("seq_id")
+        wire.decoded(message)
+        body = message.SerializeToString(deterministic=True)
+        return await self._service.submit(call.tenant, verb, message.model_id, seq, {}, body)
 
     async def _optim_step(self, call: Call) -> Any:
         content = call.content
-        params = content.get("adam_params", content.get("optimizer_params"))
-        if not isinstance(params, dict):
-            raise Refused("optim_step needs adam_params, an object")
+        params: Any = content.get("adam_params", content.get("optimizer_params"))
+        checked(Adam, params, "adam_params")
         model, seq = content.get("model_id"), content.get("seq_id")
         return await self._service.submit(call.tenant, "optim_step", model, seq, params)
 

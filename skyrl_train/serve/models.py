@@ -6,7 +6,6 @@ Everything here blocks, or belongs to the engine's loop; `service.py` decides wh
 from __future__ import annotations
 
 import asyncio
-import math
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -21,14 +20,12 @@ from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner, read_
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.sizes import read_config
 from skyrl_train.serve.examples import loss_of, rows_of
-from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
 from skyrl_train.system.files import sync_folder
 from skyrl_train.telemetry import to_values
 
 ALPHA = 32.0
 """Of every adapter, whatever its rank, as the hosted service has it."""
-MAX_RANK = 256
 _ADAPTERS_IN_ENGINE = 16
 
 
@@ -148,49 +145,3 @@ class Models:
     def _lora(self, facts: AdapterFacts) -> LoraConfig:
         targets = self.learners.targets(attention=facts.train_attn, mlp=facts.train_mlp)
         return LoraConfig(rank=facts.rank, alpha=ALPHA, targets=targets)
-
-
-def adapter_facts(given: Mapping[str, object], *, seed: int) -> AdapterFacts:
-    """Return what a client's `lora_config` asks for; `seed` where it states none. Raises Refused."""
-    rank, own = given.get("rank"), given.get("seed")
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise Refused(f"lora_config.rank must be a whole number from 1 to {MAX_RANK}; got {str(rank)[:40]}")
-    if own is not None and type(own) is not int:
-        raise Refused(f"lora_config.seed must be a whole number; got {str(own)[:40]}")
-    flags = {name: given.get(name, True) for name in ("train_attn", "train_mlp")}
-    if not all(type(each) is bool for each in flags.values()) or not any(flags.values()):
-        raise Refused("lora_config must have train_attn or train_mlp; the output head is not adapted here")
-    return AdapterFacts(
-        rank=rank,
-        seed=seed if own is None else abs(own) % 2**63,
-        train_attn=bool(flags["train_attn"]),
-        train_mlp=bool(flags["train_mlp"]),
-    )
-
-
-def adamw_step(given: Mapping[str, object]) -> AdamWStep:
-    """Return what a client's `adam_params` ask for, with the API's defaults. Raises Refused."""
-    defaults = {
-        "learning_rate": 1e-4,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-12,
-        "weight_decay": 0.0,
-        "grad_clip_norm": 0.0,
-    }
-    values: dict[str, float] = {}
-    for name, default in defaults.items():
-        value = given.get(name, default)
-        top = 1.0 if name.startswith("beta") else math.inf
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < top:
-            raise Refused(f"adam_params.{name} must be a number from 0 to below {top:g}; got {str(value)[:40]}")
-        values[name] = float(value)
-    if given.get("type", "adamw") != "adamw":
-        raise Refused(f"optimizer {str(given['type'])[:40]!r} is not served; adamw is")
-    return AdamWStep(
-        lr=values["learning_rate"],
-        betas=(values["beta1"], values["beta2"]),
-        eps=values["eps"],
-        weight_decay=values["weight_decay"],
-        max_grad_norm=values["grad_clip_norm"],
-    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -120,7 +121,7 @@ class Promise:
 
     def __init__(self, *, tenant: str, verb: str, owner: str, seq: int, digest: str, place: int | None = None) -> None:
         self.tenant, self.verb, self.owner, self.seq, self.digest = tenant, verb, owner, seq, digest
-        self.accepted: asyncio.Future[int] | None = None
+        self.accepted: Future[int] | None = None
         """Done when the request is on disk, at the journal's byte that it gives."""
         self.place = place
         self.outcome_place: int | None = None

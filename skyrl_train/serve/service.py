@@ -5,8 +5,8 @@ outcome is journaled, and then told.
                                        \\-- a task for each sample     --> engine  /
 
 A model's requests are executed by `seq`, whatever order they come in; models take turns. Started again, the server loads
-each model's last anchor, executes the verbs behind it that change the model once more, and goes on with what was accepted and
-has no outcome. What a request does depends on the model's state and the request alone, so that it comes to the same.
+each model's last anchor, executes the verbs behind it that change the model once more, and goes on with what was accepted
+and has no outcome. What a request does depends on the model's state and the request alone, so that it comes to the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any
 
 from skyrl_train.errors import BatchError, CheckpointError, DataError, NonFiniteError, SaveError, SkyrlTrainError
 from skyrl_train.serve import wire
-from skyrl_train.serve.models import Models, adamw_step, adapter_facts
+from skyrl_train.serve.asked import Adam, Adapter, checked
+from skyrl_train.serve.models import Models
 from skyrl_train.serve.records import KINDS, Model, Outcome, Promise, Records, Request, checked_name
 from skyrl_train.serve.refusals import Refused, not_there
 from skyrl_train.serve.sampling import Sampling
@@ -170,21 +171,17 @@ class Service:
         """Make a new adapter."""
         model_id = self._new_model_id(tenant, content)
         self.require_base(content.get("base_model"))
-        given = content.get("lora_config")
-        if not isinstance(given, dict):
+        if content.get("lora_config") is None:
             raise Refused("create_model needs lora_config: full fine-tuning is not served yet")
-        optimizer = content.get("optimizer_config") or {}
-        if not isinstance(optimizer, dict) or optimizer.get("type", "adamw") != "adamw":
-            raise Refused("optimizer_config: adamw is served, and no other optimizer")
-        facts = adapter_facts(given, seed=derive_seed(self._seed, model_id))
+        checked(Adam, content.get("optimizer_config") or {}, "optimizer_config")
+        facts = checked(Adapter, content["lora_config"], "lora_config").facts(derive_seed(self._seed, model_id))
         made = {"facts": asdict(facts), "metadata": content.get("user_metadata")}
         return await self._promise(tenant, "create_model", model_id, 0, made)
 
     async def load_weights(self, tenant: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Load a checkpoint into a model, which is made for it where the request names none."""
         with_optimizer = content.get("optimizer") is True
-        kind = "training" if with_optimizer else None
-        checkpoint = self.records.checkpoint(tenant, content.get("path"), kind)
+        checkpoint = self.records.checkpoint(tenant, content.get("path"), "training" if with_optimizer else None)
         loaded = {"path": checkpoint.path, "folder": checkpoint.folder, "optimizer": with_optimizer}
         if content.get("model_id") is None:
             made = {**loaded, "facts": asdict(checkpoint.facts), "metadata": content.get("user_metadata")}
@@ -214,13 +211,10 @@ class Service:
 
     async def sample(self, tenant: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Promise samples."""
-        sampler_id = content.get("sampling_session_id")
-        if sampler_id is None:
-            raise Refused("asample needs sampling_session_id: create a sampling session first")
-        sampler = self.records.sampler(tenant, sampler_id)
-        count = self._sampling.check(content)
-        promised = await self._promise(tenant, "sample", sampler.sampler_id, _whole(content, "seq_id"), dict(content))
-        ids = [f"{promised['request_id']}:{index}" for index in range(count)]
+        sampler = self.records.sampler(tenant, content.get("sampling_session_id"))
+        asked = self._sampling.check(content)
+        promised = await self._promise(tenant, "sample", sampler.sampler_id, asked.seq_id, dict(content))
+        ids = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
         return {**promised, "sample_sequence_ids": ids}
 
     async def retrieve(self, tenant: str, request_id: object, *, timeout_s: float) -> Outcome | None:
@@ -339,17 +333,16 @@ class Service:
         return {"json": {"type": "load_weights", "path": content["path"], "model_id": model.model_id}}
 
     async def _do_forward_backward(self, model: Model, request: Request) -> dict[str, Any]:
-        if request.content["wire"] == "protobuf":
-            asked = wire.decode_protobuf(request.body)
-        else:
-            asked = wire.decode_json(wire.parsed_json(request.body), backward=request.verb == "forward_backward")
+        asked = wire.decoded(wire.parsed_protobuf(request.body))
         data = await self._call(self._models.forward_backward, model.name, asked)
         return {"message": "ForwardBackwardOutput", "data": base64.b64encode(data).decode()}
 
     _do_forward = _do_forward_backward
 
     async def _do_optim_step(self, model: Model, request: Request) -> dict[str, Any]:
-        metrics = await self._call(self._models.optim_step, model.name, adamw_step(request.content))
+        metrics = await self._call(
+            self._models.optim_step, model.name, checked(Adam, request.content, "adam_params").step()
+        )
         return {"json": {"metrics": dict(metrics)}}
 
     async def _do_unload_model(self, model: Model, request: Request) -> dict[str, Any]:
@@ -421,8 +414,8 @@ class Service:
         if request is None or model.next_seq in model.waiting or seq < model.next_seq:
             return
         line = {
-            "error": f"the request with seq_id {model.next_seq} did not come within {_GAP_TIMEOUT_S:g} s, and nothing behind it "
-            "is executed without it. Create the model again from a checkpoint",
+            "error": f"the request with seq_id {model.next_seq} did not come within {_GAP_TIMEOUT_S:g} s, and nothing is "
+            "executed without it. Create the model again from a checkpoint",
             "category": "user",
             "skipped": True,
         }

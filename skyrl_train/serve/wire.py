@@ -12,7 +12,7 @@ import base64
 import functools
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -67,8 +67,6 @@ class Datum:
 class ForwardBackward:
     """A pass over examples."""
 
-    model_id: str
-    seq_id: int | None
     data: Sequence[Datum]
     loss: str
     config: Mapping[str, float | str]
@@ -114,13 +112,10 @@ def parsed_protobuf(body: bytes) -> Any:
     return message
 
 
-def decode_protobuf(body: bytes) -> ForwardBackward:
-    """Raises Refused for what is no such message."""
-    message = parsed_protobuf(body)
+def decoded(message: Any) -> ForwardBackward:
+    """Return what a message asks for. Raises Refused for parts of other types or sizes than they state."""
     config = {name: value.text if value.text else value.number for name, value in message.loss_fn_config_v2.items()}
     return ForwardBackward(
-        model_id=message.model_id,
-        seq_id=message.seq_id,
         data=[
             Datum(
                 tokens=_joined([_chunk_of_protobuf(chunk) for chunk in each.model_input]),
@@ -134,28 +129,26 @@ def decode_protobuf(body: bytes) -> ForwardBackward:
     )
 
 
-def decode_json(content: Mapping[str, Any], *, backward: bool) -> ForwardBackward:
-    """Raises Refused for what is no such request."""
+def message_of_json(content: Mapping[str, Any], *, backward: bool) -> Any:
+    """Return the message that an SDK of before 0.25 would have sent, but for its `seq_id`. Raises Refused."""
     entry = content.get("forward_backward_input" if backward else "forward_input")
     data = entry.get("data") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(data, list) or not all(isinstance(each, dict) for each in data):
         raise Refused("the body must have the examples as a list of objects in forward_backward_input.data")
-    config = entry.get("loss_fn_config") or {}
-    if not isinstance(config, dict) or not all(type(each) in (int, float, str) for each in config.values()):
-        raise Refused(f"loss_fn_config must be an object of numbers and texts; got {shown(config)}")
-    seq_id = content.get("seq_id")
-    if seq_id is not None and type(seq_id) is not int:
-        raise Refused(f"seq_id must be a whole number; got {shown(seq_id)}")
-    return ForwardBackward(
-        model_id=str(content.get("model_id")),
-        seq_id=seq_id,
-        data=[
-            Datum(tokens=tokens_of_json(each.get("model_input")), inputs=dict(_tensors_of_json(each))) for each in data
-        ],
-        loss=str(entry.get("loss_fn")),
-        config=config,
-        backward=backward,
+    config, loss = entry.get("loss_fn_config") or {}, str(entry.get("loss_fn"))
+    if not isinstance(config, dict) or not all(type(each) in (int, float) for each in config.values()):
+        raise Refused(f"loss_fn_config must be an object of numbers; got {shown(config)}")
+    message = schema().ForwardBackwardRequest(
+        model_id=str(content.get("model_id")), loss_fn=loss, forward_only=not backward, loss_fn_config=config
     )
+    for each in data:
+        datum, inputs = message.data.add(), each.get("loss_fn_inputs")
+        datum.model_input.add().encoded_text.tokens = tokens_of_json(each.get("model_input")).astype(np.int32).tobytes()
+        if not isinstance(inputs, dict):
+            raise Refused("loss_fn_inputs must be an object")
+        for name, tensor in inputs.items():
+            _fill(datum.loss_fn_inputs[name], name, tensor)
+    return message
 
 
 def tokens_of_json(value: object) -> NDArray[np.int64]:
@@ -168,7 +161,7 @@ def tokens_of_json(value: object) -> NDArray[np.int64]:
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
         if kind != "encoded_text":
             raise Refused(f"a chunk of type {shown(kind)} is not read; encoded_text is")
-        parts.append(_whole_numbers(chunk.get("tokens"), "tokens"))
+        parts.append(_whole_numbers(chunk.get("tokens"), "tokens", 2**31))
     return _joined(parts)
 
 
@@ -176,9 +169,9 @@ def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _whole_numbers(value: object, name: str) -> NDArray[np.int64]:
-    if not isinstance(value, list) or not all(type(each) is int and abs(each) < 2**62 for each in value):
-        raise Refused(f"{name} must be a list of whole numbers")
+def _whole_numbers(value: object, name: str, top: int = 2**62) -> NDArray[np.int64]:
+    if not isinstance(value, list) or not all(type(each) is int and abs(each) < top for each in value):
+        raise Refused(f"{name} must be a list of whole numbers, of at most {top.bit_length() - 1} bits")
     return np.asarray(value, dtype=np.int64)
 
 
@@ -201,7 +194,7 @@ def _tensor_of_protobuf(name: str, message: Any) -> NDArray[Any]:
         raise Refused(f"{name}: elements of type {message.dtype} are not read; float32, int64 and int32 are")
     dtype = kinds[message.dtype]
     if not message.HasField("sparse_csr"):
-        return _shaped(name, _numbers(name, message.dense, dtype), list(message.shape) or None)
+        return _shaped(name, _numbers(name, message.dense, dtype), list(message.shape))
     csr = message.sparse_csr
     return _dense(
         name,
@@ -212,38 +205,31 @@ def _tensor_of_protobuf(name: str, message: Any) -> NDArray[Any]:
     )
 
 
-def _tensors_of_json(datum: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
-    inputs = datum.get("loss_fn_inputs")
-    if not isinstance(inputs, dict):
-        raise Refused("loss_fn_inputs must be an object")
-    for name, tensor in inputs.items():
-        data = tensor.get("data") if isinstance(tensor, dict) else None
-        dtype = (
-            {"float32": np.float32, "int64": np.int64}.get(tensor.get("dtype")) if isinstance(tensor, dict) else None
+def _fill(message: Any, name: str, tensor: object) -> None:
+    """Fill the message of a tensor from its JSON."""
+    entry: dict[str, Any] = tensor if isinstance(tensor, dict) else {}
+    dtype = {"float32": np.float32, "int64": np.int64}.get(str(entry.get("dtype")))
+    data, kinds = entry.get("data"), (int,) if dtype is np.int64 else (int, float)
+    if dtype is None or not isinstance(data, list) or not all(type(each) in kinds for each in data):
+        raise Refused(
+            f"{name[:40]}: a tensor must be an object with dtype float32 or int64 and a list of numbers, data"
         )
-        kinds = (int,) if dtype is np.int64 else (int, float)
-        if dtype is None or not isinstance(data, list) or not all(type(each) in kinds for each in data):
-            raise Refused(
-                f"{name[:40]}: a tensor must be an object with dtype float32 or int64 and a list of numbers, data"
-            )
-        try:
-            values = np.asarray(data, dtype=dtype)
-        except OverflowError:
-            raise Refused(f"{name[:40]}: a number is too large") from None
-        shape = tensor.get("shape")
-        if shape is not None:
-            shape = _whole_numbers(shape, f"{name}: shape").tolist()
-        if tensor.get("sparse_crow_indices") is None:
-            yield name, _shaped(name, values, shape)
-        else:
-            rows = _whole_numbers(tensor["sparse_crow_indices"], f"{name}: sparse_crow_indices")
-            columns = _whole_numbers(tensor.get("sparse_col_indices"), f"{name}: sparse_col_indices")
-            yield name, _dense(name, values, rows, columns, shape or [])
+    try:
+        values = np.asarray(data, dtype=dtype).tobytes()
+    except OverflowError:
+        raise Refused(f"{name[:40]}: a number is too large") from None
+    message.dtype = schema().DTYPE_INT64 if dtype is np.int64 else schema().DTYPE_FLOAT32
+    message.shape.extend(_whole_numbers(entry.get("shape") or [len(data)], f"{name}: shape").tolist())
+    if entry.get("sparse_crow_indices") is None:
+        message.dense = values
+    else:
+        message.sparse_csr.values = values
+        for ours, theirs in (("crow_indices", "sparse_crow_indices"), ("col_indices", "sparse_col_indices")):
+            setattr(message.sparse_csr, ours, _whole_numbers(entry.get(theirs), f"{name}: {theirs}").tobytes())
 
 
-def _shaped(name: str, values: NDArray[Any], shape: list[int] | None) -> NDArray[Any]:
-    if shape is None:
-        return values
+def _shaped(name: str, values: NDArray[Any], shape: list[int]) -> NDArray[Any]:
+    shape = shape or [len(values)]
     if min(shape, default=1) < 0 or math.prod(shape) != len(values) or len(shape) > 2:
         raise Refused(f"{name}: {len(values)} numbers do not have the shape {shape[:4]}")
     return values.reshape(shape)

@@ -1,8 +1,8 @@
 """`AppendLog`: lines of JSON that are on disk before anything follows from them.
 
 Lines that come together are one write, on a thread, and each has its number, `"write": 17`. A write begins when the one
-before is on disk (`fsync`), so that a kill or a loss of power can only tear the last one: its end is missing, or blocks of it
-are zeros with lines of the same write behind them. All from the first line on that is cut short or has zeros is removed.
+before is on disk (`fsync`), so that a kill or a loss of power can only tear the last one: its end is missing, or blocks of
+it are zeros with lines of the same write behind them. All from the first line on that is cut short or has zeros is removed.
 Where lines of later writes stand behind such a line it is no crash, and refused.
 """
 
