@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from skyrl_train.config import Config
 from skyrl_train.config.derived import learner_settings
 from skyrl_train.config.models import LoraConfig, OptimizerConfig
+from skyrl_train.errors import NonFiniteError
 from skyrl_train.inference import HFEngine, load_for_engine
 from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner, read_model
 from skyrl_train.model import load_tokenizer
@@ -83,14 +86,16 @@ class Models:
 
     def forward_backward(self, name: str, request: ForwardBackward) -> bytes:
         """Return the message of a pass, whose gradient is accumulated where there is one. Raises Refused, before anything is
-        computed."""
+        computed, and NonFiniteError."""
         loss = loss_of(request.loss, request.config)
         examples = rows_of(request, vocabulary=self.vocabulary, max_length=self.max_length)
         found = None
         if examples.batch is not None:
             found = self._trained[name].forward_losses(examples.batch, [loss], backward=request.backward)
-        total = 0.0 if found is None else float(found.losses.sum())
-        return forward_backward_output(examples.outputs(found), {"loss:sum": total})
+        outputs = examples.outputs(found)
+        if not all(np.isfinite(array).all() for output in outputs for array in output.values()):
+            raise NonFiniteError("a loss or a log-probability is not finite; the next optim_step is refused for it")
+        return forward_backward_output(outputs, {"loss:sum": 0.0 if found is None else float(found.losses.sum())})
 
     def optim_step(self, name: str, step: AdamWStep) -> Mapping[str, float]:
         """Step, and return the norm of the gradient before clipping. Raises NonFiniteError, with the gradient dropped."""

@@ -330,7 +330,7 @@ def as_json(kind: str, data: bytes) -> dict[str, Any]:
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": outputs,
-        "metrics": {name: value for name, value in message.metrics.items() if math.isfinite(value)},
+        "metrics": dict(message.metrics),
     }
 
 

@@ -65,7 +65,14 @@ class Caller:
         return str(self.done("create_model", {**content, "lora_config": config})["model_id"])
 
     def train(
-        self, model: str, seq: int, data: Sequence[Any], loss: str = "cross_entropy", *, forward: bool = False, **config: float
+        self,
+        model: str,
+        seq: int,
+        data: Sequence[Any],
+        loss: str = "cross_entropy",
+        *,
+        forward: bool = False,
+        **config: float,
     ) -> Any:
         """The promise of a pass."""
         entry = {"data": list(data), "loss_fn": loss, "loss_fn_config": config or None}
@@ -73,7 +80,9 @@ class Caller:
         return self.send(route, {name: entry, "model_id": model, "seq_id": seq})
 
     def step(self, model: str, seq: int, **params: float) -> Any:
-        return self.send("optim_step", {"adam_params": {"learning_rate": 1e-2, **params}, "model_id": model, "seq_id": seq})
+        return self.send(
+            "optim_step", {"adam_params": {"learning_rate": 1e-2, **params}, "model_id": model, "seq_id": seq}
+        )
 
     def logprobs(self, model: str, seq: int, tokens: Sequence[int] = (1, 2, 3, 4)) -> list[float]:
         found = self.outcome(self.train(model, seq, [datum(tokens)], forward=True))

@@ -126,7 +126,9 @@ def test_losses_outputs_and_gradients_are_those_of_the_public_formula(
     for output, expected, of_tokens in zip(outputs, logprobs, losses):
         np.testing.assert_allclose(output["logprobs"], expected.detach(), rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(output["elementwise_loss"], of_tokens.detach(), rtol=1e-6, atol=1e-6)
-    assert float(found.losses.sum()) == pytest.approx(float(sum(each.detach().sum() for each in losses)), rel=1e-9, abs=1e-9)
+    assert float(found.losses.sum()) == pytest.approx(
+        float(sum(each.detach().sum() for each in losses)), rel=1e-9, abs=1e-9
+    )
     assert gradient
     for key, each in adapter_tensors(plain).items():
         assert each.grad is not None
@@ -134,7 +136,9 @@ def test_losses_outputs_and_gradients_are_those_of_the_public_formula(
 
 
 def test_rows_with_losses_of_their_own_are_the_sum_of_passes_with_one(learners: AdapterLearners) -> None:
-    first, second = (rows_of(asked(examples(n, seed=1), n), vocabulary=492, max_length=64).batch for n in ("ppo", "dro"))
+    first, second = (
+        rows_of(asked(examples(n, seed=1), n), vocabulary=492, max_length=64).batch for n in ("ppo", "dro")
+    )
     assert first is not None
     assert second is not None
     trained = learner(learners)
@@ -143,10 +147,14 @@ def test_rows_with_losses_of_their_own_are_the_sum_of_passes_with_one(learners: 
     expected = {key: each.grad.clone() for key, each in trained.engine.parameters.items() if each.grad is not None}
     trained.engine.zero_grad()
     number = torch.arange(first.num_rows + second.num_rows, dtype=torch.int32)
-    joined = type(first).cat([first, second]).with_columns(
-        trajectory_index=number,
-        prompt_index=number,
-        loss_index=torch.tensor([0] * first.num_rows + [1] * second.num_rows, dtype=torch.int32),
+    joined = (
+        type(first)
+        .cat([first, second])
+        .with_columns(
+            trajectory_index=number,
+            prompt_index=number,
+            loss_index=torch.tensor([0] * first.num_rows + [1] * second.num_rows, dtype=torch.int32),
+        )
     )
     found = trained.forward_losses(joined, losses, backward=True)
     torch.testing.assert_close(found.losses, torch.cat([each.losses for each in apart]), rtol=1e-9, atol=1e-9)
@@ -216,7 +224,9 @@ def test_rows_are_those_of_the_worked_example() -> None:
 
 def test_several_targets_at_a_position_are_rows_of_those_that_weigh_something() -> None:
     inputs = {"target_tokens": np.array([[5, 6], [7, 0]]), "weights": np.array([[1, 2], [3, 0]], np.float32)}
-    made = rows_of(asked([Datum(tokens=np.array([1, 2]), inputs=inputs)], "cross_entropy"), vocabulary=10, max_length=64)
+    made = rows_of(
+        asked([Datum(tokens=np.array([1, 2]), inputs=inputs)], "cross_entropy"), vocabulary=10, max_length=64
+    )
     assert made.batch is not None
     assert made.batch["input_ids"].tolist() == [1, 5, 1, 6, 1, 2, 7]
     assert made.shapes == [(2, 2)]
@@ -280,4 +290,6 @@ def test_a_row_beyond_the_context_and_too_many_tokens_are_refused() -> None:
     wide = np.tile(np.arange(3000), (3000, 1))
     inputs = {"target_tokens": wide, "weights": np.ones(wide.shape, np.float32)}
     with pytest.raises(Refused, match="send fewer at once"):
-        rows_of(asked([Datum(tokens=np.arange(3000), inputs=inputs)], "cross_entropy"), vocabulary=4000, max_length=4000)
+        rows_of(
+            asked([Datum(tokens=np.arange(3000), inputs=inputs)], "cross_entropy"), vocabulary=4000, max_length=4000
+        )

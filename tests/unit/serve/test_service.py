@@ -86,7 +86,9 @@ def test_another_request_under_a_number_and_one_that_goes_back_are_conflicts(ann
     assert "must be the same" in ann.send("forward_backward", sent, status=409)["error"]
     sent = {"adam_params": {}, "model_id": model, "seq_id": 0}
     assert "was another request" in ann.send("optim_step", sent, status=409)["error"], "that made the model"
-    assert "ahead" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 9999}, status=400)["error"]
+    assert (
+        "ahead" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 9999}, status=400)["error"]
+    )
 
 
 def test_both_wires_compute_the_same_and_are_one_request(ann: Caller, server: Any) -> None:
@@ -123,7 +125,9 @@ def test_samples_score_as_a_forward_does_and_snapshots_never_move(ann: Caller) -
     np.testing.assert_allclose(sent["prompt_logprobs"][1:], scored[:2], atol=1e-4)
     np.testing.assert_allclose(sent["sequences"][1]["logprobs"][:-1], scored[2:], atol=1e-4)
     assert sent["prompt_logprobs"][0] is None
-    assert [len(each["topk_logprobs"]) for each in sent["sequences"]] == [len(each["tokens"]) for each in sent["sequences"]]
+    assert [len(each["topk_logprobs"]) for each in sent["sequences"]] == [
+        len(each["tokens"]) for each in sent["sequences"]
+    ]
     settled(ann, ann.train(model, 5, TWO))
     settled(ann, ann.step(model, 6))
     again = settled(ann, ann.sample(first, 1, num_samples=3, prompt_logprobs=True, topk_sample_logprobs=2))
@@ -224,9 +228,15 @@ def test_nothing_of_a_tenant_is_there_for_another(ann: Caller, bob: Caller, serv
     ]
     for route, content in asked:
         refused = bob.send(route, content, status=404)
-        nobody = {key: value.replace(value, "nobody") if value in (model, session, path, sampler) else value for key, value in content.items()}  # fmt: skip
+        names = (model, session, path, sampler)
+        nobody = {key: "nobody" if str(value) in names else value for key, value in content.items()}
         assert refused["category"] == bob.send(route, nobody, status=404)["category"] == "user"
-    for route in (f"training_runs/{model}", f"training_runs/{model}/checkpoints", f"sessions/{session}", f"samplers/{sampler}"):
+    for route in (
+        f"training_runs/{model}",
+        f"training_runs/{model}/checkpoints",
+        f"sessions/{session}",
+        f"samplers/{sampler}",
+    ):
         bob.get(route, status=404)
     assert model not in str(bob.get("training_runs"))
     assert path not in str(bob.get("checkpoints"))
@@ -312,7 +322,9 @@ def test_what_never_comes_is_not_waited_for_forever(ann: Caller, monkeypatch: py
     model = ann.model()
     assert "seq_id 1 did not come" in ann.outcome(ann.step(model, 3))["error"]
     monkeypatch.undo()
-    assert "goes back" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 1}, status=409)["error"]
+    assert (
+        "goes back" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 1}, status=409)["error"]
+    )
 
 
 def test_a_session_that_is_finished_is_told_so(ann: Caller) -> None:
