@@ -21,7 +21,7 @@ from skyrl_train.errors import SaveError
 from skyrl_train.serve import wire
 from skyrl_train.serve.asked import Adam, checked
 from skyrl_train.serve.records import KINDS, Checkpoint, Model
-from skyrl_train.serve.refusals import Refused, not_there
+from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.service import Service
 
 if TYPE_CHECKING:
@@ -285,10 +285,10 @@ class _Api:
         return {"training_runs": [self._as_run(each) for each in found], "cursor": cursor}
 
     async def _run(self, call: Call) -> Any:
-        return self._as_run(self._model(call))
+        return self._as_run(self._service.records.model(call.tenant, call.path["model"], loaded=False))
 
     async def _checkpoints_of_run(self, call: Call) -> Any:
-        model = self._model(call)
+        model = self._service.records.model(call.tenant, call.path["model"], loaded=False)
         found = self._service.records.checkpoints_of(call.tenant, model.model_id)
         return {"checkpoints": [_as_checkpoint(each) for each in found]}
 
@@ -307,13 +307,6 @@ class _Api:
             if path == name or path.startswith(f"{name}/"):
                 raise Refused(f"{name} is not served: {instead}", status=501)
         raise Refused(f"{call.request.method} {API}/{path[:100]} is not served", status=404)
-
-    def _model(self, call: Call) -> Model:
-        """A run stays where its adapter is unloaded."""
-        found = self._service.records.models.get(call.path["model"])
-        if found is None or found.tenant != call.tenant:
-            raise not_there("training run", call.path["model"])
-        return found
 
     def _as_run(self, model: Model) -> dict[str, Any]:
         found = self._service.records.checkpoints_of(model.tenant, model.model_id)

@@ -125,17 +125,16 @@ class Models:
     async def adapter_for(self, sampler: str, folder: Path, facts: AdapterFacts) -> None:
         """Have the engine answer with what was saved in `folder` under the name `sampler`, until `release`."""
         async with self._loading:
-            self._in_use[sampler] = self._in_use.get(sampler, 0) + 1
-            if sampler in self._in_engine:
-                self._in_engine.move_to_end(sampler)
-                return
-            idle = [each for each in self._in_engine if not self._in_use.get(each)]
-            for each in idle[: max(0, len(self._in_engine) - _ADAPTERS_IN_ENGINE + 1)]:
-                del self._in_engine[each]
-                await asyncio.to_thread(self.engine.unload_adapter, each)
-            lora = self._lora(facts)
-            await asyncio.to_thread(lambda: self.engine.load_adapter(sampler, lora, read_model(folder)))
+            if sampler not in self._in_engine:
+                idle = [each for each in self._in_engine if not self._in_use.get(each)]
+                for each in idle[: max(0, len(self._in_engine) - _ADAPTERS_IN_ENGINE + 1)]:
+                    del self._in_engine[each]
+                    await asyncio.to_thread(self.engine.unload_adapter, each)
+                lora = self._lora(facts)
+                await asyncio.to_thread(lambda: self.engine.load_adapter(sampler, lora, read_model(folder)))
             self._in_engine[sampler] = None
+            self._in_engine.move_to_end(sampler)
+            self._in_use[sampler] = self._in_use.get(sampler, 0) + 1
 
     def release(self, sampler: str) -> None:
         """Tell that one user of `adapter_for` is done."""

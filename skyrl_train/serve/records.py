@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from skyrl_train.serve.models import AdapterFacts
 from skyrl_train.serve.refusals import Refused, not_there
@@ -25,6 +25,7 @@ from skyrl_train.serve.refusals import Refused, not_there
 Kind = Literal["training", "sampler"]
 KINDS: dict[str, Kind] = {"weights": "training", "sampler_weights": "sampler"}
 """By the part of a path that says so."""
+MAKES_MODEL = ("create_model", "create_from_state")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 Outcome = Mapping[str, Any]
 """`json`; or `message` and `data`; or `error` and `category`."""
@@ -139,6 +140,8 @@ class Records:
         self.samplers: dict[str, Sampler] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
         self.promises: dict[str, Promise] = {}
+        self.gone: set[str] = set()
+        """Paths of checkpoints that were deleted: none of a sampler's is ever taken again."""
 
     def take(self, line: Mapping[str, Any], place: int) -> None:
         """Take a line of the journal that begins at a byte. Raises ValueError, LookupError, TypeError for others."""
@@ -155,6 +158,7 @@ class Records:
             self.models[line["anchor"]].anchor = line["seq"]
         elif "deleted" in line:
             self.checkpoints.pop(line["deleted"], None)
+            self.gone.add(line["deleted"])
         elif "finished" in line:
             self.sessions[line["finished"]].is_finished = True
 
@@ -188,7 +192,7 @@ class Records:
             self.checkpoints[checkpoint["path"]] = Checkpoint(**{**checkpoint, "facts": facts})
         if line.get("made"):
             self.add_sampler(line["made"])
-        if promise.verb == "unload_model" and "error" not in line:
+        if "error" in line if promise.verb in MAKES_MODEL else promise.verb == "unload_model":
             self.models[promise.owner].is_loaded = False
 
     def _accept(self, line: Mapping[str, Any], place: int) -> None:
@@ -207,44 +211,49 @@ class Records:
             self.models[owner].last_request_at = line["at"]
 
     def session(self, tenant: str, session_id: object) -> Session:
-        """Raises Refused with 404 for another tenant's, too; so do the others."""
-        found = self.sessions.get(str(session_id))
-        if found is None or found.tenant != tenant:
-            raise not_there("session", str(session_id))
-        return found
+        """Return a tenant's session. Raises Refused with 404, for another tenant's, too; so do the others."""
+        return _own(self.sessions, tenant, session_id, "session")
 
-    def model(self, tenant: str, model_id: object) -> Model:
-        """Return a tenant's model."""
-        found = self.models.get(str(model_id))
-        if found is None or found.tenant != tenant or not found.is_loaded:
+    def model(self, tenant: str, model_id: object, *, loaded: bool = True) -> Model:
+        """Return a tenant's model, unloaded ones where they need not be `loaded`."""
+        found = _own(self.models, tenant, model_id, "model")
+        if loaded and not found.is_loaded:
             raise not_there("model", str(model_id))
         return found
 
     def sampler(self, tenant: str, sampler_id: object) -> Sampler:
         """Return a tenant's sampler."""
-        found = self.samplers.get(str(sampler_id))
-        if found is None or found.tenant != tenant:
-            raise not_there("sampler", str(sampler_id))
-        return found
+        return _own(self.samplers, tenant, sampler_id, "sampler")
 
     def promise(self, tenant: str, request_id: object) -> Promise:
         """Return what a tenant was promised."""
-        found = self.promises.get(str(request_id))
-        if found is None or found.tenant != tenant:
-            raise not_there("request", str(request_id))
-        return found
+        return _own(self.promises, tenant, request_id, "request")
 
     def checkpoint(self, tenant: str, path: object, kind: Kind | None = None) -> Checkpoint:
         """Return a tenant's checkpoint, of either kind unless one is given."""
-        found = self.checkpoints.get(str(path))
-        if found is None or found.tenant != tenant or kind not in (None, found.kind):
-            raise not_there("checkpoint" if kind is None else f"{kind} checkpoint", str(path))
+        found = _own(self.checkpoints, tenant, path, "checkpoint")
+        if kind not in (None, found.kind):
+            raise not_there(f"{kind} checkpoint", str(path))
         return found
 
     def checkpoints_of(self, tenant: str, model_id: str | None = None) -> list[Checkpoint]:
         """Return those that have names, the newest first."""
         found = [each for each in self.checkpoints.values() if each.tenant == tenant and each.is_named]
         return [each for each in reversed(found) if model_id in (None, each.model_id)]
+
+
+class _Owned(Protocol):
+    tenant: str
+
+
+T = TypeVar("T", bound=_Owned)
+
+
+def _own(table: Mapping[str, T], tenant: str, key: object, what: str) -> T:
+    found = table.get(str(key))
+    if found is None or found.tenant != tenant:
+        raise not_there(what, str(key))
+    return found
 
 
 def checked_name(name: object) -> str:

@@ -39,6 +39,8 @@ _MAX_AHEAD = 4096
 """How far a sequence number may be ahead of the next one that is executed."""
 _MAX_WAITING_BYTES = 512 << 20
 """Of bodies that wait to be executed, of all tenants together."""
+_MAX_SAMPLES = 4096
+"""Requests for samples that are on their way, of all tenants together."""
 _GAP_TIMEOUT_S = 600.0
 """How long a request waits for one with a lower sequence number that never comes."""
 _KEPT_OUTCOME_BYTES = 64 << 20
@@ -99,6 +101,7 @@ class Service:
             for seq, request_id, promise in sorted(by_model.pop(model.model_id, ()), key=lambda each: each[0]):
                 if not promise.done.is_set():
                     model.waiting[seq] = self._request(request_id)
+                    model.next_seq = min(model.next_seq, seq) if seq == model.anchor else model.next_seq
                     continue
                 model.next_seq = max(model.next_seq, seq + 1)
                 if seq > model.anchor and promise.verb in _CHANGES_MODEL and not promise.was_skipped:
@@ -213,6 +216,8 @@ class Service:
         """Promise samples."""
         sampler = self.records.sampler(tenant, content.get("sampling_session_id"))
         asked = self._sampling.check(content)
+        if len(self._samples) >= _MAX_SAMPLES:
+            raise Refused("too many samples are on their way; ask again later", status=429, category="server")
         promised = await self._promise(tenant, "sample", sampler.sampler_id, asked.seq_id, dict(content))
         ids = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
         return {**promised, "sample_sequence_ids": ids}
@@ -220,6 +225,8 @@ class Service:
     async def retrieve(self, tenant: str, request_id: object, *, timeout_s: float) -> Outcome | None:
         """Return the outcome of a request; None where there is none in time."""
         promise = self.records.promise(tenant, request_id)
+        if self._log.failed is not None:
+            raise Refused(f"nothing can be written any more: {self._log.failed}", status=503, category="server")
         try:
             await asyncio.wait_for(promise.done.wait(), timeout_s)
         except asyncio.TimeoutError:
@@ -233,8 +240,7 @@ class Service:
     async def cancel(self, tenant: str, request_id: object) -> None:
         """Give samples up, if they are not there yet. Other verbs are not stopped."""
         self.records.promise(tenant, request_id)
-        task = self._samples.get(str(request_id))
-        if task is not None:
+        if (task := self._samples.get(str(request_id))) is not None:
             task.cancel()
 
     def _new_model_id(self, tenant: str, content: Mapping[str, Any]) -> str:
@@ -302,11 +308,15 @@ class Service:
                     continue
                 self._wake.set()
                 line = await self._execute(model, request)
+                has_loaded = request.verb in ("load_weights", "create_from_state") and "error" not in line
+                if has_loaded:  # first of all: what was loaded may be deleted
+                    await self._write_anchor(model, seq)
                 await self._settle(request, line)
                 model.waiting.pop(seq, None)
                 model.next_seq = max(model.next_seq, seq + 1)
                 model.num_since_anchor += 1
-                if request.verb == "optim_step" and "error" not in line:
+                is_due = model.num_since_anchor >= self._anchor_every
+                if request.verb == "optim_step" and is_due and "error" not in line:
                     await self._write_anchor(model, seq)
 
     async def _execute(self, model: Model, request: Request) -> dict[str, Any]:
@@ -356,8 +366,9 @@ class Service:
         name = checked_name(f"{request.seq:06d}" if given is None else given)
         path = f"tinker://{model.model_id}/{part}/{name}"
         before = self.records.checkpoints.get(path)
-        if before is not None and not (content.get("overwrite") is True and part == "weights"):
-            raise Refused(f"{path} is there already, and samplers of it must not move; choose another name")
+        may_replace = part == "weights" and (content.get("overwrite") is True or before is None)
+        if not may_replace and (before is not None or path in self.records.gone):
+            raise Refused(f"{path} is taken, and samplers of it must not move; choose another name")
         folder = f"{model.folder}/c{request.seq}"
         num_bytes = await self._call(
             lambda: self._models.save(model.name, self._folder / folder, with_optimizer=part == "weights")
@@ -437,9 +448,7 @@ class Service:
         self.records.settle(whole, place)
 
     async def _write_anchor(self, model: Model, seq: int) -> None:
-        """Write the state behind an optimizer step, where it is due; a disk that refuses leaves more to be replayed."""
-        if model.num_since_anchor < self._anchor_every:
-            return
+        """Write the state behind a request; a disk that refuses leaves more to be replayed."""
         before = model.anchor
         try:
             folder = self._anchor(model, seq)
@@ -450,7 +459,7 @@ class Service:
             logger.warning("no anchor of %s: %s", model.model_id, error)
             return
         model.num_since_anchor = 0
-        if before >= 0:
+        if 0 <= before != seq:
             await asyncio.to_thread(shutil.rmtree, self._anchor(model, before), True)
 
     def _anchor(self, model: Model, seq: int) -> Path:
@@ -487,7 +496,7 @@ def _request_of(line: Mapping[str, Any]) -> Request:
 
 
 def _failed(error: Exception, request: Request) -> dict[str, Any]:
-    if isinstance(error, _OF_USERS):
+    if isinstance(error, _OF_USERS) and not isinstance(error, SaveError):
         category = error.category if isinstance(error, Refused) else "user"
         return {"error": str(error), "category": category}
     logger.error("%s of %s failed", request.verb, request.owner, exc_info=error)
