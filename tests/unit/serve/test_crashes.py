@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.system.files import append_log
+from skyrl_train.system.files import bring_to_disk
 from tests.support.serve_cases import HAS_SCHEMA, NEEDS_SCHEMA, Caller, datum, serving
 
 pytestmark = pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)
@@ -37,10 +37,10 @@ def played(ann: Caller, session: str) -> list[Any]:
 @pytest.mark.slow
 def test_whatever_was_on_disk_the_client_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Path] = []
-    folder, plain = tmp_path / "server", append_log.bring_to_disk
+    folder = tmp_path / "server"
 
     def copying(descriptor: int, path: Path) -> None:
-        plain(descriptor, path)
+        bring_to_disk(descriptor, path)
         if path.is_relative_to(folder):
             copies.append(shutil.copytree(folder, tmp_path / f"copy-{len(copies)}"))
 
