@@ -298,7 +298,8 @@ def _loss_of_rows(
     columns: Mapping[str, Tensor], logprobs: Tensor, losses: Sequence[AlgorithmConfig], index: Tensor | None
 ) -> Tensor:
     """`[rows, len]`: weighted losses of tokens. `index` `[rows]` says which loss is a row's; None where all have the first
-    one."""
+    one. Taken in float64, as rounding of a token's loss would show where losses of both signs are added up."""
+    logprobs = logprobs.double()
     inputs = PolicyLossInputs(
         logprobs=logprobs,
         old_logprobs=_column(columns, "old_logprobs", logprobs),

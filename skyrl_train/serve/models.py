@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from skyrl_train.config import Config
 from skyrl_train.config.derived import learner_settings
 from skyrl_train.config.models import LoraConfig, OptimizerConfig
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.inference import HFEngine, load_for_engine
-from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner, read_model
+from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner, TokenLosses, read_model
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.sizes import read_config
 from skyrl_train.serve.examples import loss_of, rows_of
@@ -88,14 +89,16 @@ class Models:
         """Return the message of a pass, whose gradient is accumulated where there is one. Raises Refused, before anything is
         computed, and NonFiniteError."""
         loss = loss_of(request.loss, request.config)
-        examples = rows_of(request, vocabulary=self.vocabulary, max_length=self.max_length)
-        found = None
-        if examples.batch is not None:
-            found = self._trained[name].forward_losses(examples.batch, [loss], backward=request.backward)
-        outputs = examples.outputs(found)
-        if not all(np.isfinite(array).all() for output in outputs for array in output.values()):
+        rows = rows_of(request, vocabulary=self.vocabulary, max_length=self.max_length)
+        zero = torch.zeros(0, dtype=torch.float64)
+        found = TokenLosses(logprobs=zero, losses=zero)
+        if rows.batch is not None:
+            found = self._trained[name].forward_losses(rows.batch, [loss], backward=request.backward)
+        columns = {"logprobs": rows.spread(found.logprobs), "elementwise_loss": rows.spread(found.losses)}
+        if not all(np.isfinite(array).all() for column in columns.values() for array in column):
             raise NonFiniteError("a loss or a log-probability is not finite; the next optim_step is refused for it")
-        return forward_backward_output(outputs, {"loss:sum": 0.0 if found is None else float(found.losses.sum())})
+        outputs = [dict(zip(columns, arrays)) for arrays in zip(*columns.values())]
+        return forward_backward_output(outputs, {"loss:sum": float(found.losses.sum())})
 
     def optim_step(self, name: str, step: AdamWStep) -> Mapping[str, float]:
         """Step, and return the norm of the gradient before clipping. Raises NonFiniteError, with the gradient dropped."""

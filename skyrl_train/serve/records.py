@@ -64,7 +64,6 @@ class Checkpoint:
     tenant: str
     model_id: str
     kind: Kind
-    name: str
     folder: str
     """Below the server's folder, of numbers alone."""
     at: float

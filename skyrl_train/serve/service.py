@@ -20,19 +20,19 @@ import shutil
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.errors import BatchError, CheckpointError, DataError, NonFiniteError, SaveError, SkyrlTrainError
-from skyrl_train.serve import wire
+from skyrl_train.errors import DataError, SaveError
 from skyrl_train.serve.asked import Adam, Adapter, checked
 from skyrl_train.serve.models import Models
-from skyrl_train.serve.records import KINDS, Model, Outcome, Promise, Records, Request, checked_name
+from skyrl_train.serve.records import Model, Outcome, Promise, Records, Request
 from skyrl_train.serve.refusals import Refused, not_there
 from skyrl_train.serve.sampling import Sampling
-from skyrl_train.system import WorkerThread, derive_seed
+from skyrl_train.serve.verbs import CHANGES_MODEL, LOADS, Verbs, failed
+from skyrl_train.system import derive_seed
 from skyrl_train.system.files import AppendLog, DamagedLine, log_lines
 
 _MAX_AHEAD = 4096
@@ -44,8 +44,6 @@ _MAX_SAMPLES = 4096
 _GAP_TIMEOUT_S = 600.0
 """How long a request waits for one with a lower sequence number that never comes."""
 _KEPT_OUTCOME_BYTES = 64 << 20
-_CHANGES_MODEL = ("forward_backward", "optim_step", "load_weights", "create_from_state")
-_OF_USERS = (Refused, NonFiniteError, BatchError, CheckpointError)
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class Service:
         """The last ones, with their size, in case they are asked for soon."""
         self._num_outcome_bytes = self._num_waiting_bytes = 0
         self._is_closing = False
-        self._thread = WorkerThread("learner")
+        self._verbs = Verbs(models, self.records, folder)
         self._wake = asyncio.Event()
         self._scheduler: asyncio.Task[None] | None = None
         self._samples: dict[str, asyncio.Task[None]] = {}
@@ -93,19 +91,16 @@ class Service:
         for model in self.records.models.values():
             if not model.is_loaded:
                 continue
-            await self._call(self._models.create, model.name, model.facts)
-            if model.anchor >= 0:
-                folder = self._anchor(model, model.anchor)
-                await self._call(lambda: self._models.load(model.name, folder, with_optimizer=True))  # noqa: B023
-                model.next_seq = model.anchor + 1
+            await self._verbs.restore(model)
+            model.next_seq = max(1, model.anchor + 1)
             for seq, request_id, promise in sorted(by_model.pop(model.model_id, ()), key=lambda each: each[0]):
                 if not promise.done.is_set():
                     model.waiting[seq] = self._request(request_id)
                     model.next_seq = min(model.next_seq, seq) if seq == model.anchor else model.next_seq
                     continue
                 model.next_seq = max(model.next_seq, seq + 1)
-                if seq > model.anchor and promise.verb in _CHANGES_MODEL and not promise.was_skipped:
-                    await self._execute(model, self._request(request_id))
+                if seq > model.anchor and promise.verb in CHANGES_MODEL and not promise.was_skipped:
+                    await self._verbs.execute(model, self._request(request_id))
                     num_replayed += 1
         for owner, promises in by_model.items():
             for _, request_id, promise in promises if owner in self.records.samplers else ():
@@ -122,7 +117,7 @@ class Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._thread.close, 30.0)
+        await self._verbs.close()
         await asyncio.to_thread(self._log.close)
         await asyncio.to_thread(self._models.close)
 
@@ -307,96 +302,16 @@ class Service:
                 if request is None or self.records.promises[request.request_id].accepted is not None:
                     continue
                 self._wake.set()
-                line = await self._execute(model, request)
-                has_loaded = request.verb in ("load_weights", "create_from_state") and "error" not in line
-                if has_loaded:  # first of all: what was loaded may be deleted
-                    await self._write_anchor(model, seq)
+                line = await self._verbs.execute(model, request)
+                if request.verb in LOADS and "error" not in line:  # first of all: what was loaded may be deleted
+                    await self._anchor(model, seq)
                 await self._settle(request, line)
                 model.waiting.pop(seq, None)
                 model.next_seq = max(model.next_seq, seq + 1)
                 model.num_since_anchor += 1
                 is_due = model.num_since_anchor >= self._anchor_every
                 if request.verb == "optim_step" and is_due and "error" not in line:
-                    await self._write_anchor(model, seq)
-
-    async def _execute(self, model: Model, request: Request) -> dict[str, Any]:
-        """Return the outcome of a verb; it never raises for what the verb raises."""
-        try:
-            return await getattr(self, f"_do_{request.verb}")(model, request)  # type: ignore[no-any-return]
-        except Exception as error:
-            return _failed(error, request)
-
-    async def _do_create_model(self, model: Model, request: Request) -> dict[str, Any]:
-        del request
-        await self._call(
-            self._models.create, model.name, model.facts
-        )  # nothing, where it was made when the server started
-        return {"json": {"type": "create_model", "model_id": model.model_id}}
-
-    async def _do_create_from_state(self, model: Model, request: Request) -> dict[str, Any]:
-        await self._call(self._models.create, model.name, model.facts)
-        return await self._do_load_weights(model, request)
-
-    async def _do_load_weights(self, model: Model, request: Request) -> dict[str, Any]:
-        content, folder = request.content, self._folder / request.content["folder"]
-        await self._call(lambda: self._models.load(model.name, folder, with_optimizer=content["optimizer"]))
-        return {"json": {"type": "load_weights", "path": content["path"], "model_id": model.model_id}}
-
-    async def _do_forward_backward(self, model: Model, request: Request) -> dict[str, Any]:
-        asked = wire.decoded(wire.parsed_protobuf(request.body))
-        data = await self._call(self._models.forward_backward, model.name, asked)
-        return {"message": "ForwardBackwardOutput", "data": base64.b64encode(data).decode()}
-
-    _do_forward = _do_forward_backward
-
-    async def _do_optim_step(self, model: Model, request: Request) -> dict[str, Any]:
-        metrics = await self._call(
-            self._models.optim_step, model.name, checked(Adam, request.content, "adam_params").step()
-        )
-        return {"json": {"metrics": dict(metrics)}}
-
-    async def _do_unload_model(self, model: Model, request: Request) -> dict[str, Any]:
-        del request
-        await self._call(self._models.remove, model.name)
-        return {"json": {"type": "unload_model", "model_id": model.model_id}}
-
-    async def _do_save_weights(self, model: Model, request: Request) -> dict[str, Any]:
-        content, part = request.content, "weights" if request.verb == "save_weights" else "sampler_weights"
-        given, seq_id = content.get("path"), content.get("sampling_session_seq_id")
-        name = checked_name(f"{request.seq:06d}" if given is None else given)
-        path = f"tinker://{model.model_id}/{part}/{name}"
-        before = self.records.checkpoints.get(path)
-        may_replace = part == "weights" and (content.get("overwrite") is True or before is None)
-        if not may_replace and (before is not None or path in self.records.gone):
-            raise Refused(f"{path} is taken, and samplers of it must not move; choose another name")
-        folder = f"{model.folder}/c{request.seq}"
-        num_bytes = await self._call(
-            lambda: self._models.save(model.name, self._folder / folder, with_optimizer=part == "weights")
-        )
-        checkpoint = {
-            "path": path,
-            "tenant": model.tenant,
-            "model_id": model.model_id,
-            "kind": KINDS[part],
-            "name": name,
-            "folder": folder,
-            "at": request.at,
-            "num_bytes": num_bytes,
-            "facts": asdict(model.facts),
-            "metadata": content.get("user_metadata"),
-            "is_named": given is not None or part == "weights",
-        }
-        answer: dict[str, Any] = {"type": request.verb, "path": path}
-        line: dict[str, Any] = {"json": answer, "checkpoint": checkpoint}
-        if given is None and seq_id is not None and part == "sampler_weights":
-            session = model.model_id.partition(":")[0]
-            answer["sampling_session_id"] = sampler = f"{session}:sample:{_whole(content, 'sampling_session_seq_id')}"
-            if sampler in self.records.samplers:
-                raise Refused(f"{sampler} is there already: sampling_session_seq_id must be a new one")
-            line["made"] = {"sampler": sampler, "tenant": model.tenant, "session": session, "path": path}
-        return line
-
-    _do_save_weights_for_sampler = _do_save_weights
+                    await self._anchor(model, seq)
 
     def _begin_sample(self, request: Request) -> None:
         task = asyncio.create_task(self._sample(request))
@@ -416,7 +331,7 @@ class Service:
                 raise
             line = {"error": "it was cancelled", "category": "user"}
         except Exception as error:
-            line = _failed(error, request)
+            line = failed(error, request)
         await self._settle(request, line)
 
     def _give_up(self, model: Model, seq: int) -> None:
@@ -447,27 +362,18 @@ class Service:
             self._num_outcome_bytes -= self._outcomes.popitem(last=False)[1][1]
         self.records.settle(whole, place)
 
-    async def _write_anchor(self, model: Model, seq: int) -> None:
-        """Write the state behind a request; a disk that refuses leaves more to be replayed."""
+    async def _anchor(self, model: Model, seq: int) -> None:
+        """Have the state behind a request on disk; where the disk refuses, more is executed once more."""
         before = model.anchor
         try:
-            folder = self._anchor(model, seq)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            await self._call(lambda: self._models.save(model.name, folder, with_optimizer=True))
-            await self._note({"anchor": model.model_id, "seq": seq})
+            await self._verbs.write_anchor(model, seq)
         except SaveError as error:
             logger.warning("no anchor of %s: %s", model.model_id, error)
             return
+        await self._note({"anchor": model.model_id, "seq": seq})
         model.num_since_anchor = 0
         if 0 <= before != seq:
-            await asyncio.to_thread(shutil.rmtree, self._anchor(model, before), True)
-
-    def _anchor(self, model: Model, seq: int) -> Path:
-        return self._folder / model.folder / f"a{seq}"
-
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """On the learners' thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+            await self._verbs.remove_anchor(model, before)
 
     async def _note(self, line: Mapping[str, Any]) -> None:
         """Bring a line to disk and take it."""
@@ -493,15 +399,6 @@ def _request_of(line: Mapping[str, Any]) -> Request:
         content=line["content"],
         body=base64.b64decode(line.get("body", "")),
     )
-
-
-def _failed(error: Exception, request: Request) -> dict[str, Any]:
-    if isinstance(error, _OF_USERS) and not isinstance(error, SaveError):
-        category = error.category if isinstance(error, Refused) else "user"
-        return {"error": str(error), "category": category}
-    logger.error("%s of %s failed", request.verb, request.owner, exc_info=error)
-    what = str(error) if isinstance(error, SkyrlTrainError) else type(error).__name__
-    return {"error": f"{request.verb} failed on the server: {what}", "category": "server"}
 
 
 def _whole(content: Mapping[str, Any], name: str) -> int:

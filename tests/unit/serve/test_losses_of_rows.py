@@ -12,6 +12,7 @@ import torch
 from skyrl_train import load_config
 from skyrl_train.config.derived import learner_settings
 from skyrl_train.config.models import LoraConfig, OptimizerConfig
+from skyrl_train.errors import BatchError
 from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner
 
 pytest.importorskip("peft")
@@ -122,10 +123,10 @@ def test_losses_outputs_and_gradients_are_those_of_the_public_formula(
     plain.zero_grad()
     logprobs, losses = oracle(plain, data, loss)
     torch.stack([each.sum() for each in losses]).sum().backward()
-    outputs = made.outputs(found)
-    for output, expected, of_tokens in zip(outputs, logprobs, losses):
-        np.testing.assert_allclose(output["logprobs"], expected.detach(), rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(output["elementwise_loss"], of_tokens.detach(), rtol=1e-6, atol=1e-6)
+    for output, expected in zip(made.spread(found.logprobs), logprobs):
+        np.testing.assert_allclose(output, expected.detach(), rtol=1e-6, atol=1e-6)
+    for output, expected in zip(made.spread(found.losses), losses):
+        np.testing.assert_allclose(output, expected.detach(), rtol=1e-6, atol=1e-6)
     assert float(found.losses.sum()) == pytest.approx(
         float(sum(each.detach().sum() for each in losses)), rel=1e-9, abs=1e-9
     )
@@ -237,7 +238,7 @@ def test_examples_without_tokens_have_outputs_without_numbers() -> None:
     empty = Datum(tokens=np.zeros(0, np.int64), inputs={"target_tokens": np.zeros(0, np.int64)})
     made = rows_of(asked([empty, empty], "cross_entropy"), vocabulary=10, max_length=64)
     assert made.batch is None
-    assert [each["logprobs"].shape for each in made.outputs(None)] == [(0,), (0,)]
+    assert [each.shape for each in made.spread(torch.zeros(0))] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_a_row_beyond_the_context_and_too_many_tokens_are_refused() -> None:
         rows_of(asked([long], "cross_entropy"), vocabulary=10, max_length=8)
     wide = np.tile(np.arange(3000), (3000, 1))
     inputs = {"target_tokens": wide, "weights": np.ones(wide.shape, np.float32)}
-    with pytest.raises(Refused, match="send fewer at once"):
+    with pytest.raises(BatchError, match="give fewer at once"):
         rows_of(
             asked([Datum(tokens=np.arange(3000), inputs=inputs)], "cross_entropy"), vocabulary=4000, max_length=4000
         )
