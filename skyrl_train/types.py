@@ -391,6 +391,12 @@ class GenerationRequest:
     seed: int
     images: ImageSpans = ()
     """Images in the prompt."""
+    adapter: str = ""
+    """Which adapter of an engine that has several answers (`inference/hf.py`); empty for the engine's own weights."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response, beside those of `sampling.stop`."""
+    ignores_eos: bool = False
+    """Whether the response goes on behind an end-of-sequence token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "is_padding": ColumnSpec(torch.bool, True, False, "row"),
     "sample_count": ColumnSpec(torch.int32, 0, True, "row"),
     "greedy_rewards": ColumnSpec(torch.float32, 0.0, True, "row"),
+    "loss_index": ColumnSpec(torch.int32, 0, True, "row"),
 }
 """Token columns (position t belongs to token t of `input_ids`), then row columns.
 
@@ -80,7 +81,8 @@ token (outside responses that of the metadata); absent where that is the metadat
 rollouts wait for each update. `routed_experts`: `[num_tokens, layers * k]`, as the engine recorded them; -1 where it did
 not. `trajectory_index`: unique in the batch; the rows of one trajectory share it. `is_padding`:
 the row stands for a failed trajectory or fills up a shard; never counted. `greedy_rewards`: of the greedy sample of its
-prompt. Beside these there may be a row column for each of a trajectory's rewards; see `component_column`.
+prompt. `loss_index`: which of the losses that a pass is given is the row's. Beside these there may be a row column for each
+of a trajectory's rewards; see `component_column`.
 """
 
 _COMPONENT = "reward/"

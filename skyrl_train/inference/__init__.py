@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
     from skyrl_train.inference.request_gate import GatedEngine, RequestGate
     from skyrl_train.inference.routing import Paces, PrefixRouter, ServedTokens
+    from skyrl_train.inference.scoring import ScoredSequence
     from skyrl_train.inference.settings import EngineSettings
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Paces",
     "PrefixRouter",
     "RequestGate",
+    "ScoredSequence",
     "ServedTokens",
     "WatchedEndpoint",
     "build_hf_engine",

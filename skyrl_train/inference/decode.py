@@ -219,7 +219,8 @@ class Decoder:
     def _append(self, row: _Row, token_id: int, logprob: float, version: int) -> None:
         row.append(token_id, logprob, version)
         stop = row.request.sampling.stop
-        if token_id in self._eos_token_ids:
+        is_eos = token_id in self._eos_token_ids and not row.request.ignores_eos
+        if is_eos or token_id in row.request.stop_token_ids:
             row.stop_reason = StopReason.STOP
         elif stop:
             recent = self._decode_text(row.token_ids[-row.stop_window :])

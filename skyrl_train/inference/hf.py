@@ -6,6 +6,8 @@ every run. Price of that order: a slow environment delays its wave. The forward 
 event loop stays free for environments.
 
 New weights wait for the batch that is being generated, or come between two of its tokens (`in_flight_cache`).
+
+Beside its own weights it may have adapters, which come and go while it answers; a batch is of one of them.
 """
 
 from __future__ import annotations
@@ -14,22 +16,25 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.config.models import ModelConfig
+from skyrl_train.config.models import LoraConfig, ModelConfig
 from skyrl_train.errors import DeadlineError, EngineError, ModelError
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.grouped_attention import use_grouped_attention
 from skyrl_train.inference.kv_cache import num_attention_layers
+from skyrl_train.inference.scoring import ScoredSequence, score_sequence
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model import load_causal_lm
 from skyrl_train.model.layers import weight_dtype
+from skyrl_train.model.lora import activate_adapter, adapter_tensors, add_adapter, remove_adapter
 from skyrl_train.model.parallel import record_routing
 from skyrl_train.rollout import listener
 from skyrl_train.system import WorkerThread
@@ -50,8 +55,8 @@ class _Waiting:
         self.future: asyncio.Future[GenerationOutput] = loop.create_future()
 
     @property
-    def order(self) -> tuple[int, str]:
-        return len(self.request.prompt_token_ids), self.request.request_id
+    def order(self) -> tuple[str, int, str]:
+        return self.request.adapter, len(self.request.prompt_token_ids), self.request.request_id
 
     def fail(self, error: EngineError) -> None:
         if not self.future.done():
@@ -118,6 +123,9 @@ class HFEngine(TellsWhenBusy):
         """Taken before the other one by whoever waits for it, so that an update comes before the next batch, or token."""
         self._executor = WorkerThread("hf-engine")
         self._closed = False
+        self._adapters: set[str] = set()
+        self._active = ""
+        """The adapter that the model computes with; empty for none."""
 
     @property
     def weight_version(self) -> int:
@@ -145,6 +153,7 @@ class HFEngine(TellsWhenBusy):
             raise EngineError(f"request {request.request_id} has an empty prompt")
         if request.sampling.max_generate_length < 1:
             raise EngineError(f"request {request.request_id} asks for no tokens")
+        self._require_adapter(request.adapter)
         waiting = _Waiting(request, asyncio.get_running_loop())
         self._waiting[waiting] = None
         self._start_wave_if_due()
@@ -178,6 +187,72 @@ class HFEngine(TellsWhenBusy):
             self._weight_version = version
             self._decoder.forget()
 
+    def share_weights(self, weights: Mapping[str, Tensor]) -> int:
+        """Has parameters lie where those of another model do that never change, under their Hugging Face names, as far as
+        types and devices agree, so that both take the memory of one; the others are copied. To be called before the first
+        request. Returns the bytes that are shared. Raises EngineError for weights of another model."""
+        shared = 0
+        for name, own in self._model.named_parameters():
+            if name not in weights or weights[name].shape != own.shape:
+                raise EngineError(f"weights of another model: {name} is missing or of another shape")
+            if weights[name].dtype == own.dtype and weights[name].device == own.device:
+                own.data = weights[name].detach()
+                shared += own.nbytes
+            else:
+                own.data.copy_(weights[name].detach())
+        return shared
+
+    def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Takes an adapter beside the others; requests name it. It stays as it is until it is unloaded.
+
+        Args:
+            name: A new one, without dots.
+            lora: Its rank and the layers that it adapts, spelled out.
+            tensors: As `AdapterLearners.tensors` gives them; they are copied.
+
+        Waits as `load_weights`. Raises EngineError where they do not fit.
+        """
+        with self._turn_lock, self._weights_lock, torch.no_grad():
+            add_adapter(self._model, lora, seed=0, name=name)
+            own = adapter_tensors(self._model, name)
+            fits = own.keys() == tensors.keys() and all(own[key].shape == each.shape for key, each in tensors.items())
+            if fits:
+                for key, tensor in tensors.items():
+                    own[key].copy_(tensor)
+                self._adapters.add(name)
+            else:
+                remove_adapter(self._model, name)
+            activate_adapter(self._model, self._active)
+            self._model.requires_grad_(False)
+        if not fits:
+            raise EngineError(
+                f"adapter {name!r}: its tensors are not those of rank {lora.rank} on {len(lora.targets)} layers"
+            )
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter and frees its memory. Waits as `load_weights`."""
+        with self._turn_lock, self._weights_lock:
+            self._use("" if self._active == name else self._active)
+            self._adapters.discard(name)
+            remove_adapter(self._model, name)
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str = "", top_k: int = 0) -> ScoredSequence:
+        """Return log-probabilities of given tokens, at temperature 1, each after those before it. Raises EngineError."""
+
+        def computed() -> ScoredSequence:
+            with self._turn_lock:
+                self._weights_lock.acquire()
+            try:
+                self._use(adapter)
+                return score_sequence(self._model, token_ids, top_k=top_k)
+            finally:
+                self._weights_lock.release()
+
+        if self._closed:
+            raise EngineError("the engine is closed")
+        self._require_adapter(adapter)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, computed)
+
     def close(self) -> None:
         """Ends the thread after the batch that is being generated; what still waits gets an EngineError. Idempotent.
 
@@ -208,8 +283,13 @@ class HFEngine(TellsWhenBusy):
             wave = sorted(self._waiting, key=lambda waiting: waiting.order)
             self._waiting.clear()
             self.on_busy(True)
-            for start in range(0, len(wave), self._max_batch_size):
-                await self._run_batch(wave[start : start + self._max_batch_size], begins_wave=start == 0)
+            batches = [
+                alike[start : start + self._max_batch_size]
+                for alike in (list(each) for _, each in groupby(wave, lambda waiting: waiting.request.adapter))
+                for start in range(0, len(alike), self._max_batch_size)
+            ]
+            for number, batch in enumerate(batches):
+                await self._run_batch(batch, begins_wave=number == 0)
         finally:
             self.on_busy(False)
             self._generating = False
@@ -238,6 +318,7 @@ class HFEngine(TellsWhenBusy):
                 self._decoder.forget()
             if begins_wave:
                 self._decoder.start_wave()
+            self._use(batch[0].request.adapter)
             return self._decoder.run(
                 [waiting.request for waiting in batch],
                 wanted=lambda: not all(waiting.future.done() for waiting in batch),
@@ -247,6 +328,19 @@ class HFEngine(TellsWhenBusy):
         finally:
             self._weights_lock.release()
             _return_free_memory()
+
+    def _require_adapter(self, name: str) -> None:
+        if name and name not in self._adapters:
+            raise EngineError(f"the engine has no adapter {name!r}")
+
+    def _use(self, adapter: str) -> None:
+        """Compute with this adapter from here on, under the lock of the weights."""
+        self._require_adapter(adapter)
+        if adapter != self._active:
+            activate_adapter(self._model, adapter)
+            self._model.requires_grad_(False)
+            self._decoder.forget()
+            self._active = adapter
 
     def _version_between_tokens(self) -> int:
         """The version of the weights, after an update that waits for them, where one may come now."""

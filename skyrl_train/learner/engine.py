@@ -8,7 +8,7 @@ sum and nothing here divides: how rows are split changes speed and memory, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from skyrl_train.learner import state
 from skyrl_train.learner.memory.oom_retry import OomRetry
 from skyrl_train.learner.offload import Offloader
 from skyrl_train.learner.optimizer import (
+    AdamWStep,
     allocate_state,
     build_optimizer,
     load_optimizer_tensors,
@@ -40,7 +41,7 @@ from skyrl_train.learner.profiling import Profiler
 from skyrl_train.learner.state_files import HostCopy, StateFiles
 from skyrl_train.model import narrow_last_layer
 from skyrl_train.model.layers import use_fast_products
-from skyrl_train.model.lora import by_layer, has_adapter, merged_weights
+from skyrl_train.model.lora import activate_adapter, adapter_tensors, by_layer, has_adapter, merged_weights
 from skyrl_train.parts import OPTIMIZERS
 from skyrl_train.telemetry import Last, Mean, StepMetrics, merge_metrics
 from skyrl_train.weight_sync import RankSender
@@ -72,10 +73,12 @@ class ModelEngine:
         total_optimizer_steps: float = 0,
         total_documents: int = 0,
         strategy: ModelStrategy | None = None,
+        adapter: str = "",
     ):
         """`strategy` says how the model is spread over ranks; alone in its process unless given. The layout of
         `micro_batching` must be exact for the model (`model/layouts.py`). `state_in_host`: the optimizer's state
-        is on the device only while it steps."""
+        is on the device only while it steps. `adapter`: of several adapters of `model`, which engines share, the one
+        that this engine trains and computes with."""
         self.strategy = strategy or SingleProcess()
         use_fast_products(model)
         narrow_last_layer(model)
@@ -92,7 +95,12 @@ class ModelEngine:
         self._total_documents = total_documents
         self._config = optimizer
         self.state_in_host = state_in_host
-        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.adapter = adapter
+        self.parameters: dict[str, nn.Parameter] = (
+            adapter_tensors(model, adapter)
+            if adapter
+            else {n: p for n, p in model.named_parameters() if p.requires_grad}
+        )
         """What is trained, or was before it was frozen to be scored: all of it, or the adapter."""
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer is None:
@@ -170,7 +178,7 @@ class ModelEngine:
 
     def forward(self, batch: TrainingInputBatch, score: ScoreRows, *, numbers: tuple[int, ...] = ()) -> Tensor:
         """`[num_tokens, *numbers]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
-        self.offloader.require(optimizer=False)
+        self._activate()
         score_planned = partial(self.passes.score, batch=batch, score=score, numbers=numbers)
         if self.passes.meter is None:
             return score_planned(self.passes.plan(batch, training=False))
@@ -183,7 +191,7 @@ class ModelEngine:
 
         `num_documents`: trajectories of the whole mini-batch, of which `batch` may be one rank's share.
         """
-        self.offloader.require(optimizer=False)
+        self._activate()
         if self.profiler is not None:
             self.profiler.begin(batch.metadata.global_step)
         step = self.num_optimizer_steps if self.optimizer else 0
@@ -197,8 +205,13 @@ class ModelEngine:
         self.non_finite_loss = self.non_finite_loss or found.non_finite
         return merge_metrics([found.metrics, self.oom_retry.metrics()])
 
-    def optim_step(self) -> StepMetrics:
-        """Clips, steps, zeroes the gradients, advances the schedule.
+    def _activate(self) -> None:
+        self.offloader.require(optimizer=False)
+        if self.adapter:
+            activate_adapter(self.model, self.adapter)
+
+    def optim_step(self, settings: AdamWStep | None = None) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule; with `settings`, as they say and without the schedule.
 
         Raises NonFiniteError where the loss or a gradient is not finite. No weight has moved then, and the gradients
         are gone, so that the caller may go on with another mini-batch.
@@ -213,18 +226,21 @@ class ModelEngine:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         grad_norm = self.strategy.total_norm(gradients)
         self._require_finite(float(grad_norm))
-        if config.max_grad_norm > 0:
+        max_grad_norm = config.max_grad_norm if settings is None else settings.max_grad_norm
+        if max_grad_norm > 0:
             for alike in by_mesh(self.parameters.values()):
-                torch.nn.utils.clip_grads_with_norm_(alike, config.max_grad_norm, grad_norm)
+                torch.nn.utils.clip_grads_with_norm_(alike, max_grad_norm, grad_norm)
         position = schedule_position(
             optimizer_steps=self.num_optimizer_steps,
             documents=self.num_documents,
             total_optimizer_steps=self._total_optimizer_steps,
             total_documents=self._total_documents,
         )
-        rate = learning_rate(position, config, self._total_optimizer_steps)
+        rate = learning_rate(position, config, self._total_optimizer_steps) if settings is None else settings.lr
         for group in optimizer.param_groups:
             group["lr"] = rate
+        if settings is not None:
+            settings.apply(optimizer)
         if self.state_in_host:
             step_from_host(optimizer)
         else:
@@ -247,17 +263,17 @@ class ModelEngine:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def hold_state(self, *, copies: bool) -> HeldState:
+    def hold_state(self, *, copies: bool, leaves_gradient: bool = False) -> HeldState:
         """What this rank writes of the files of `learner/state_files.py`; exact. Raises CheckpointError where a gradient is
-        pending."""
-        if self._has_gradient:
+        pending, which it does not write, unless it `leaves_gradient` to whoever keeps what it was made of."""
+        if self._has_gradient and not leaves_gradient:
             raise CheckpointError(f"save between optimizer steps; the {self.name} model has a pending gradient")
         self.offloader.require(optimizer=True)
         if self.strategy.rank and not self.strategy.sharded:
             return HeldState(is_copied=True, write=lambda folder: {})  # noqa: ARG005 - rank 0 has all of it
         files = StateFiles.of(
             role=self.name,
-            model=_saved_tensors(self.model, self.parameters),
+            model=self._saved_tensors(),
             optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
             optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
             steps=self.num_optimizer_steps,
@@ -282,25 +298,35 @@ class ModelEngine:
         if reason := self.strategy.first_reason(reason) if self.strategy.sharded else reason:
             raise SaveError(reason)
 
-    def load(self, folder: Path) -> None:
-        """Inverse of `save`. Raises CheckpointError, before anything changes, where names, shapes or types differ."""
+    def load(self, folder: Path, *, with_optimizer: bool = True) -> None:
+        """Inverse of `save`; without the optimizer it begins anew. Raises CheckpointError, before anything changes, where
+        names, shapes or types differ."""
         self.offloader.require(optimizer=True)
         stored = state.read(
             folder,
             role=self.name,
-            model=_saved_tensors(self.model, self.parameters),
-            with_optimizer=self._optimizer is not None,
+            model=self._saved_tensors(),
+            with_optimizer=self._optimizer is not None and with_optimizer,
             optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
         )
         if self._optimizer is not None:
             load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer, in_host=self.state_in_host)
         with torch.no_grad():
-            for name, tensor in _saved_tensors(self.model, self.parameters).items():
+            for name, tensor in self._saved_tensors().items():
                 tensor.copy_(stored.model[name])
         facts = stored.facts
-        self.num_optimizer_steps, self.num_documents = facts.num_optimizer_steps, facts.num_documents
+        steps, documents = (facts.num_optimizer_steps, facts.num_documents) if with_optimizer else (0, 0)
+        self.num_optimizer_steps, self.num_documents = steps, documents
         self.oom_retry.restore(facts.budgets)
         self.zero_grad()
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters, tied ones once, and what else the model keeps (persistent buffers), unless it is shared."""
+        if self.adapter:
+            return dict(self.parameters)
+        persistent = self.model.state_dict().keys()
+        buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
+        return {**self.parameters, **buffers}
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """All parameters and persistent buffers, on the CPU of rank 0; nothing on the others. Called by all.
@@ -344,9 +370,10 @@ class HoldsModel:
     def __init__(self, engine: ModelEngine) -> None:
         self.engine = engine
 
-    def optim_step(self) -> StepMetrics:
-        """Clips, steps, zeroes the gradients, advances the schedule. Raises NonFiniteError before any weight moves."""
-        return self.engine.optim_step()
+    def optim_step(self, settings: AdamWStep | None = None) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule, or does as `settings` say. Raises NonFiniteError before
+        any weight moves."""
+        return self.engine.optim_step(settings)
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """Return `[num_tokens]` on the CPU, as `Learner.forward`."""
@@ -380,9 +407,3 @@ class HoldsModel:
 
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
-
-
-def _saved_tensors(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters, tied ones once, and what else the model keeps (persistent buffers)."""
-    persistent = model.state_dict().keys()
-    return {**parameters, **{name: value for name, value in model.named_buffers() if name in persistent}}

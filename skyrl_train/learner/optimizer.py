@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from skyrl_train.config.models import STATE_BUCKET_BYTES, OptimizerConfig
 from skyrl_train.distributed import by_mesh
-from skyrl_train.errors import CheckpointError, ConfigError, Violation
+from skyrl_train.errors import CheckpointError, ConfigError, SkyrlTrainError, Violation
 from skyrl_train.parts import OPTIMIZERS
 from skyrl_train.registry import part_name
 
@@ -47,6 +48,28 @@ def adamw(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optim
 def sgd(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Plain gradient descent: the update is the gradient."""
     return torch.optim.SGD(groups, lr=config.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWStep:
+    """What one step of AdamW is made with, where whoever trains states it for each (Loshchilov and Hutter, arXiv:1711.05101,
+    decoupled decay)."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float = 0.0
+    """Of matrices; biases and norms never decay."""
+    max_grad_norm: float = 0.0
+    """Gradients are clipped to this norm, all together; 0 clips none."""
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the next step of the optimizer made so. Raises SkyrlTrainError for another than AdamW."""
+        if not isinstance(optimizer, torch.optim.AdamW):
+            raise SkyrlTrainError(f"settings of a step are AdamW's; the optimizer is {type(optimizer).__name__}")
+        for group in optimizer.param_groups:
+            decay = self.weight_decay if group["params"][0].ndim >= 2 else 0.0
+            group.update(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=decay)
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

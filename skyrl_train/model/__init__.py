@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from skyrl_train.model.causal_lm import (
         disable_dropout,
         empty_causal_lm,
+        last_hidden_state,
         load_causal_lm,
         load_tokenizer,
         output_head,
@@ -29,6 +30,7 @@ __all__ = [
     "empty_causal_lm",
     "empty_value_model",
     "hidden_states",
+    "last_hidden_state",
     "load_causal_lm",
     "load_tokenizer",
     "load_value_model",

@@ -21,9 +21,7 @@ One file has both what was made and the schedule (which version sampled which to
 their order is what a resumed run relies on: a batch stands behind its groups, a group behind its turns. In two files that
 would take two `fsync` for one, and a loss of power between them would leave a schedule of groups that are not there.
 
-**What a crash leaves.** A write begins when the one before is on disk, so that a kill or a loss of power can only tear the
-last one: its end is missing, or blocks of it are zeros with lines of the same write behind them. All from the first line on
-that is cut short or has zeros is removed. Where lines of later writes stand behind such a line it is no crash, and refused.
+**What a crash leaves** is what `system/files/append_log.py` says: at most the last write is torn, and removed.
 
 **Compaction.** Groups in batches that are older than the oldest checkpoint are never asked for again. Their lines, and those
 of the batches, are left out of a new file, which takes the old one's name when it is on disk; `from` is the first batch that
@@ -33,25 +31,20 @@ there; a journal that is the only record stays whole.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
-import os
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from skyrl_train.errors import DataError, SaveError
+from skyrl_train.errors import DataError
 from skyrl_train.rollout.admission import Closed, ConsumedPrompts
-from skyrl_train.system import WorkerThread
-from skyrl_train.system.files import DISK_TIMEOUT_S, bring_to_disk, json_line, parse_strict_json, sync_folder
+from skyrl_train.system.files import AppendLog, DamagedLine, log_lines, parse_strict_json
 from skyrl_train.telemetry.records import decode_answer, decode_trajectory, encode_trajectory
 from skyrl_train.types import (
     GenerationOutput,
@@ -67,11 +60,8 @@ stream/restarted_<reason> | count | Those that did not, whose trajectory began a
 """
 
 FILE = "journal.jsonl"
-_CLOSE_TIMEOUT_S = 30.0
 _HEAD = re.compile(rb'\{"(\w+)": "?([^",]*)')
 """What a line is, and of which group, trajectory or batch."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +99,8 @@ class Journal:
         self._closed: dict[int, frozenset[int]] = {}
         """By version, the groups that each batch in the file settled."""
         self._counts: Counter[str] = Counter()
-        self._failed: OSError | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary.unlink(missing_ok=True)
-        length, self._num_writes = self._read()
-        self._file = path.open("ab")
-        self._file.truncate(length)
-        bring_to_disk(self._file.fileno(), path)
-        sync_folder(path.parent)
-        self._pending: deque[Mapping[str, Any]] = deque()
-        self._thread = WorkerThread("journal")
+        length, num_writes = self._read()
+        self._log = AppendLog(path, length=length, num_writes=num_writes)
         if not length:
             self._append({"prompts": prompts, "from": 0})
 
@@ -216,61 +198,22 @@ class Journal:
             doomed: set[int] = set()
             for number in [each for each in self._closed if each < oldest]:
                 doomed |= self._closed.pop(number)
-            self._thread.submit(self._compact, oldest, frozenset(doomed))
+            self._compact(oldest, frozenset(doomed))
 
     def close(self) -> None:
         """Write what is pending and close the file. Idempotent. Raises SaveError where the disk does not answer."""
-        if not self._thread.close(_CLOSE_TIMEOUT_S):
-            raise SaveError(f"{self.path} could not be closed within {_CLOSE_TIMEOUT_S:g} s. Is the disk reachable?")
-        self._file.close()
+        self._log.close()
 
-    @property
-    def _temporary(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.tmp")
-
-    def _append(self, record: Mapping[str, Any]) -> Future[None]:
-        self._pending.append(record)
-        return self._thread.submit(self._write)
-
-    def _write(self) -> None:
-        """On the thread: all that is pending by now, of which later calls find nothing left."""
-        if self._failed is not None:
-            raise self._failed
-        lines = []
-        while self._pending:
-            lines.append(json_line({**self._pending.popleft(), "write": self._num_writes + 1}))
-        if lines:
-            self._num_writes += 1
-            self._file.write(b"".join(lines))
-            self._file.flush()
-            bring_to_disk(self._file.fileno(), self.path)
+    def _append(self, record: Mapping[str, Any]) -> Future[int]:
+        return self._log.append(record)
 
     def _compact(self, version: int, settled: frozenset[int]) -> None:
-        """On the thread: leave out the batches before `version` and what the groups are made of that they `settled`."""
-        try:
-            with open(self.path, "rb") as old, open(self._temporary, "wb") as new:
-                new.write(json_line({"prompts": self._prompts, "from": version, "write": 0}))
-                new.writelines(line for line in old if not _is_left_out(line, version, settled))
-                new.flush()
-                bring_to_disk(new.fileno(), self._temporary)
-            os.replace(self._temporary, self.path)
-        except OSError as error:
-            with suppress(OSError):
-                self._temporary.unlink()
-            logger.warning("%s could not be compacted (%s), and grows until it can be", self.path, error)
-            return
-        self._file.close()
-        self._file = self.path.open("ab")
-        try:  # what is appended must be in the file that has the name after a loss of power, too
-            sync_folder(self.path.parent)
-        except OSError as error:
-            self._failed = error
+        """Leave out the batches before `version` and what the groups are made of that they `settled`."""
+        head = {"prompts": self._prompts, "from": version}
+        self._log.rewrite(head, lambda line: not _is_left_out(line, version, settled))
 
-    async def _on_disk(self, written: Future[None]) -> None:
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(written), 2 * DISK_TIMEOUT_S)
-        except (OSError, asyncio.TimeoutError) as error:
-            raise SaveError(f"{self.path} could not be written: {error}. Make room, and start the run again") from error
+    async def _on_disk(self, written: Future[int]) -> None:
+        await self._log.on_disk(written)
 
     def _read(self) -> tuple[int, int]:
         """Return the length of the whole lines, all of which are read, and the number of the last write."""
@@ -281,7 +224,7 @@ class Journal:
                     raise ValueError("the training prompts were others")
                 self._take(record)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise _no_line(self.path, number, error) from error
+                raise _no_line(self.path, number, f"{type(error).__name__}: {error}") from error
             length, num_writes = end, max(num_writes, record.get("write", 0))
         return length, num_writes
 
@@ -318,24 +261,10 @@ class Journal:
 def journal_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield where each line ends, in bytes, and what it holds, up to what a crash has torn; nothing of a file that is not
     there. Raises DataError naming a line that no crash explains."""
-    if not path.exists():
-        return
-    end, write, torn_at = 0, 0, 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n") or b"\0" in line:
-                torn_at = torn_at or number
-                continue
-            try:
-                record = parse_strict_json(line)
-                found = int(record.get("write", 0))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise _no_line(path, number, error) from error
-            if not torn_at:
-                end, write = end + len(line), found
-                yield end, record
-            elif found > write + 1:
-                raise _no_line(path, torn_at, ValueError(f"it is damaged, and line {number} was written long after it"))
+    try:
+        yield from log_lines(path)
+    except DamagedLine as error:
+        raise _no_line(path, error.number, str(error)) from error
 
 
 def batch_places(path: Path) -> list[tuple[int, ...]]:
@@ -356,7 +285,7 @@ def batch_places(path: Path) -> list[tuple[int, ...]]:
                     f"checkpoints. Set generator.replay_path={path.parent.parent / 'rollouts'}, which has all steps"
                 )
         except (LookupError, TypeError) as error:
-            raise _no_line(path, number, error) from error
+            raise _no_line(path, number, f"{type(error).__name__}: {error}") from error
         begin = end
     if sorted(batches) != list(range(len(batches))) or not batches:
         has = ", ".join(str(version + 1) for version in sorted(batches)) or "none"
@@ -377,10 +306,9 @@ def read_group(path: Path, place: int) -> list[tuple[Prompt, Trajectory]]:
         ) from error
 
 
-def _no_line(path: Path, number: int, error: Exception) -> DataError:
+def _no_line(path: Path, number: int, reason: str) -> DataError:
     return DataError(
-        f"{path}, line {number}: not a line of a journal ({type(error).__name__}: {error}). "
-        "Start over with trainer.resume_mode=none"
+        f"{path}, line {number}: not a line of a journal ({reason}). Start over with trainer.resume_mode=none"
     )
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from skyrl_train.runs.resolve import resolve
     from skyrl_train.runs.result import RunResult, run_logged, swept_metric
     from skyrl_train.runs.rl import load_data
+    from skyrl_train.runs.server import ServerSettings, serve
     from skyrl_train.runs.sft import SFTData, build_loader, build_sft_evaluator, open_best, plan_sft
     from skyrl_train.runs.task import Attempt, build_trackers, open_checkpoints
 
@@ -19,6 +20,7 @@ __all__ = [
     "Attempt",
     "RunResult",
     "SFTData",
+    "ServerSettings",
     "assembly_settings",
     "audit",
     "bisect",
@@ -36,6 +38,7 @@ __all__ = [
     "resolve",
     "run_again",
     "run_logged",
+    "serve",
     "swept_metric",
     "train",
     "train_sft",

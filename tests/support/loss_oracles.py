@@ -245,6 +245,12 @@ def cross_entropy_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tup
     return -turn[index].new, -1.0
 
 
+def dro_oracle(turn: Turn, index: int, config: AlgorithmConfig, *, beta: float = 0.05) -> tuple[float, float]:
+    token = turn[index]
+    difference = token.new - token.old
+    return -(token.advantage * token.new - beta / 2 * difference**2), -token.advantage + beta * difference
+
+
 LOSS_ORACLES: dict[str, LossOracle] = {
     "regular": regular_oracle,
     "dual_clip": dual_clip_oracle,
@@ -260,6 +266,7 @@ LOSS_ORACLES: dict[str, LossOracle] = {
     "importance_sampling": importance_sampling_oracle,
     "reinforce": reinforce_oracle,
     "cross_entropy": cross_entropy_oracle,
+    "dro": dro_oracle,
 }
 
 

@@ -96,6 +96,8 @@ _READABLE = "`select`, or the event loop, has said that there is something to re
 _OPEN = "on a daemon thread that holds a connection open until it is closed; each call over it has a deadline"
 _BRIEF = "held for assignments, or for calls that have deadlines of their own"
 EXCEPTIONS: Exceptions = {
+    ("skyrl_train/serve/service.py", "self._wake.wait"): "the scheduler is cancelled when the server closes",
+    ("skyrl_train/serve/service.py", "promise.done.wait"): "inside of `asyncio.wait_for`",
     ("skyrl_train/runs/cli/resolvers.py", "_is_deriving.get"): "a variable of the context",
     ("skyrl_train/cluster/endpoints.py", "other.wait"): _PENDING,
     ("skyrl_train/cluster/endpoints.py", "self.begin_asking(method, phase, *args, **kwargs).wait"): _PENDING,

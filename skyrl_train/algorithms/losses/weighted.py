@@ -175,6 +175,27 @@ def sapo(
     )
 
 
+@reads("advantages", "old_logprobs", tokenwise=True)
+def dro(
+    inputs: PolicyLossInputs, _config: AlgorithmConfig, *, beta: Annotated[float, Range(0.0)] = 0.05
+) -> PolicyLossOutput:
+    """`-(A * logprob - beta / 2 * (logprob - old_logprob)^2)`.
+
+    Offline Regularised Reinforcement Learning, arXiv:2405.19107, with an advantage in place of reward minus value; a token
+    at a time, as Tinker documents its loss of this name (tinker-docs.thinkingmachines.ai/tinker/losses/dro). Raises
+    BatchError for malformed inputs.
+
+    Args:
+        beta: Weight of the squared log-ratio that holds the policy near the old one.
+    """
+    check_policy_loss_inputs(inputs)
+    mask = inputs.loss_mask
+    log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
+    gain = masked(inputs.advantages, mask) * masked(inputs.logprobs, mask)
+    losses = 0.5 * beta * log_ratio.square() - gain
+    return PolicyLossOutput(token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio))
+
+
 def _weighted(inputs: PolicyLossInputs, weight: Tensor, metrics: dict[str, Metric]) -> PolicyLossOutput:
     """`-weight * A * logprob`; `weight` carries no gradient."""
     mask = inputs.loss_mask

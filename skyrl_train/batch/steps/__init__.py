@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         tokens_with_loss,
     )
     from skyrl_train.batch.steps.schedule import learning_rate, schedule_position
+    from skyrl_train.batch.steps.targets import TargetRows, Targets, rows_of_targets
 
 __all__ = [
     "Ages",
@@ -30,6 +31,8 @@ __all__ = [
     "MiniBatch",
     "RowCounts",
     "StagedBatch",
+    "TargetRows",
+    "Targets",
     "Together",
     "ages_in",
     "behind_updates",
@@ -38,6 +41,7 @@ __all__ = [
     "computed_together",
     "learning_rate",
     "mini_batches",
+    "rows_of_targets",
     "rows_with_loss",
     "schedule_position",
     "stage",

@@ -5,6 +5,7 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.model.lora.adapter import (
+        activate_adapter,
         adapter_off,
         adapter_tensors,
         add_adapter,
@@ -14,12 +15,15 @@ if TYPE_CHECKING:
         dropping,
         has_adapter,
         is_adapter,
+        layers_to_adapt,
         merged_weights,
+        remove_adapter,
         weights_by_name,
         write_adapter,
     )
 
 __all__ = [
+    "activate_adapter",
     "adapter_off",
     "adapter_tensors",
     "add_adapter",
@@ -29,7 +33,9 @@ __all__ = [
     "dropping",
     "has_adapter",
     "is_adapter",
+    "layers_to_adapt",
     "merged_weights",
+    "remove_adapter",
     "weights_by_name",
     "write_adapter",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,11 +46,18 @@ _ELEMENTS_AT_ONCE = 1 << 22
 
 
 def add_adapter(
-    model: PreTrainedModel, lora: LoraConfig, *, seed: int, head: str = "", without_tower: bool = False
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    *,
+    seed: int,
+    head: str = "",
+    without_tower: bool = False,
+    name: str = ADAPTER,
 ) -> None:
     """Puts a new adapter on `model`, in place, and freezes everything else. A is random by the seed, B is 0. The
     module `head`, which a value model has in place of the output head, gets none and is trained itself; a vision tower
-    that stays as it is (`without_tower`) gets none either.
+    that stays as it is (`without_tower`) gets none either. One of several adapters has a `name` of its own, without dots,
+    and targets that are spelled out; it is the active one from here on.
 
     Raises ModelError for targets that the model does not have.
     """
@@ -66,9 +74,10 @@ def add_adapter(
         exclude_modules=left_out or None,
     )
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # there are several on purpose
             torch.manual_seed(derive_seed(seed, "lora"))
-            peft.inject_adapter_in_model(config, model)
+            peft.inject_adapter_in_model(config, model, adapter_name=name)
     except ValueError as error:
         linear = sorted(
             {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
@@ -77,8 +86,8 @@ def add_adapter(
             f"model.lora.targets={list(lora.targets)} cannot be adapted in {type(model).__name__}: its linear layers are "
             f"{', '.join(linear)}. Name some of these, or use all-linear"
         ) from error
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or (bool(head) and name.startswith(f"{head}.")))
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(key, name) or (bool(head) and key.startswith(f"{head}.")))
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:  # PEFT takes the type of the frozen layer
             parameter.data = parameter.data.float()
     if lora.dropout > 0:
@@ -94,9 +103,51 @@ def _targeted(names: Iterable[str], lora: LoraConfig) -> list[str]:
     ]
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
-    return ".lora_" in name
+def is_adapter(key: str, name: str = "") -> bool:
+    """Whether a parameter under this key belongs to an adapter, or to the one of this `name`."""
+    return ".lora_" in key and (not name or f".{name}." in key)
+
+
+def activate_adapter(model: nn.Module, name: str) -> None:
+    """Has forwards compute with the adapter of this name alone, and backwards reach its parameters alone; with none, and as
+    the base model, for an empty name."""
+    for _, layer in _layers(model):
+        layer.enable_adapters(bool(name))
+        if name:
+            layer.set_adapter([name])
+
+
+def remove_adapter(model: nn.Module, name: str) -> None:
+    """Takes one of several adapters off the model, and its memory with it."""
+    configs: Any = getattr(model, "peft_config", {})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Adapter .* was active")
+        for _, layer in _layers(model):
+            if name in layer.lora_A:
+                layer.delete_adapter(name)
+    configs.pop(name, None)
+
+
+def layers_to_adapt(
+    model: PreTrainedModel, blocks: Iterable[nn.Module], *, attention: bool, mlp: bool
+) -> tuple[str, ...]:
+    """Full names of the linear layers of the model's `blocks` that are part of attention, and of those that are not (experts
+    among them), as far as each is wanted. They are the same whether adapters are there or not."""
+    wanted = {id(block) for block in blocks}
+    found = []
+    for prefix, block in model.named_modules():
+        if id(block) not in wanted:
+            continue
+        for name, part in block.named_modules():
+            own = name.split(".")
+            if not isinstance(part, nn.Linear) and not hasattr(part, "base_layer"):
+                continue
+            if "base_layer" in own or any(each.startswith("lora_") for each in own):
+                continue
+            of_attention = any("attn" in each or "attention" in each for each in own)
+            if attention if of_attention else mlp:
+                found.append(f"{prefix}.{name}")
+    return tuple(found)
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -227,9 +278,11 @@ def as_they_are(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None])
     return [tensor if dtype is None else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by name; empty where there is none."""
-    return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+def adapter_tensors(model: nn.Module, name: str = "") -> dict[str, nn.Parameter]:
+    """The adapter's parameters by name; empty where there is none. Of several, those of the one of this `name`, under the
+    names that they would have if it were the only one."""
+    found = {key: parameter for key, parameter in model.named_parameters() if is_adapter(key, name)}
+    return {key.replace(f".{name}.", f".{ADAPTER}."): each for key, each in found.items()} if name else found
 
 
 def base_with_adapter(model: ModelConfig, tensors: Mapping[str, Tensor]) -> PreTrainedModel:

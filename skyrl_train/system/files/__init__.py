@@ -4,6 +4,7 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
+    from skyrl_train.system.files.append_log import AppendLog, DamagedLine, log_lines
     from skyrl_train.system.files.files import (
         DISK_TIMEOUT_S,
         FileSums,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DISK_TIMEOUT_S",
+    "AppendLog",
+    "DamagedLine",
     "FileSums",
     "bring_to_disk",
     "cache_folder",
@@ -41,6 +44,7 @@ __all__ = [
     "json_problem",
     "json_text",
     "keep_private",
+    "log_lines",
     "parse_json",
     "parse_strict_json",
     "read_json",

@@ -44,7 +44,7 @@ def test_what_follows_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
 
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, prompts="p")
-    monkeypatch.setattr("skyrl_train.rollout.journal.bring_to_disk", slow_disk)
+    monkeypatch.setattr("skyrl_train.system.files.append_log.bring_to_disk", slow_disk)
 
     async def run() -> bool:
         task = asyncio.ensure_future(follows(journal))

@@ -1,0 +1,114 @@
+"""`skyrl-serve model.path=... [GROUP=NAME ...] [KEY=VALUE ...]`: serves Tinker's API with one base model, on 127.0.0.1.
+
+Settings are those of a training run, as far as they say what a model is and where it computes. What clients do is kept in
+--folder: the same command with the same folder goes on where the server was, however it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
+from skyrl_train.system import install_command
+from skyrl_train.system.files import keep_private, write_atomically
+
+_NEEDED = ("tinker", "starlette", "uvicorn", "peft")
+_KEY = re.compile(r"(tml-\S{8,}) ([A-Za-z0-9._-]{1,64})")
+_EXAMPLE = """
+export TINKER_BASE_URL={url} TINKER_API_KEY={key}
+
+import tinker
+client = tinker.ServiceClient().create_lora_training_client(base_model={model!r}, rank=8)
+datum = tinker.Datum(tinker.ModelInput.from_ints([1, 2, 3]), {{"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]}})
+client.forward_backward([datum], "cross_entropy").result()
+client.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script `skyrl-serve`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="skyrl-serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/serve"), help="journal, adapters, keys")
+    parser.add_argument("--host", default="127.0.0.1", help="elsewhere only behind a proxy that speaks TLS")
+    parser.add_argument("--port", type=int, default=8787, help="0: a free one")
+    parser.add_argument(
+        "--keys", type=Path, help="lines of a key and its tenant; one is made in the folder unless given"
+    )
+    parser.add_argument("--name", help="the base model's name for clients, ORG/NAME; unless given that of model.path")
+    args = parser.parse_intermixed_args(argv)
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"skyrl-serve needs {', '.join(missing)}: {install_command('serve')}, in Python 3.11 or later\n"
+        )
+        return 2
+    try:
+        _serve(args)
+    except (SkyrlTrainError, OSError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from skyrl_train.config import Config
+    from skyrl_train.runs import ServerSettings, cli, serve
+
+    args.folder.mkdir(parents=True, exist_ok=True)
+    keep_private(args.folder)
+    tenants = read_keys(args.keys or _own_keys(args.folder))
+    key = next(iter(tenants))
+
+    def announce(port: int, model: str) -> None:
+        url = f"http://{args.host}:{port}"
+        sys.stdout.write(_EXAMPLE.format(url=url, key=key, model=model) + "\n")
+        sys.stdout.flush()
+
+    words = ["generator.sampling.temperature=1.0", *args.settings, f"output_dir={args.folder.absolute()}"]
+    config = cli.checked_config(words, config_name="config")
+    assert isinstance(config, Config)
+    settings = ServerSettings(
+        folder=args.folder, tenants=tenants, name=args.name or "", host=args.host, port=args.port, announce=announce
+    )
+    serve(config, settings)
+
+
+def read_keys(path: Path) -> Mapping[str, str]:
+    """Return the tenant of each key. Raises ConfigError naming the line that is none, OSError."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        match = _KEY.fullmatch(line.strip())
+        if not line.strip() or line.startswith("#"):
+            continue
+        if match is None or match[1] in found:
+            rule, remedy = (
+                "must be a new key and a tenant's name",
+                f"write {path} as `tml-... NAME`, a line for each key",
+            )
+            raise ConfigError([Violation(field=f"--keys line {number}", rule=rule, value="(a key)", remedy=remedy)])
+        found[match[1]] = match[2]
+    if not found:
+        rule, remedy = "must have a key", "write `tml-... NAME`, a line for each key"
+        raise ConfigError([Violation(field="--keys", rule=rule, value=str(path), remedy=remedy)])
+    return found
+
+
+def _own_keys(folder: Path) -> Path:
+    path = folder / "keys"
+    if not path.exists():
+        write_atomically(path, f"tml-{secrets.token_urlsafe(24)} owner\n".encode())
+        path.chmod(0o600)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

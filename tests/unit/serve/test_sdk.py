@@ -1,0 +1,162 @@
+"""The command, and unmodified SDKs that speak to it from environments of their own (`scripts/tinker_clients.sh`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.serve_cases import HAS_SCHEMA, NEEDS_SCHEMA
+
+CLIENTS = Path(os.environ.get("SKYRL_TRAIN_TINKER_CLIENTS", ""))
+ROOT = Path(__file__).parents[3]
+VERSIONS = ("0.24.1", "0.25.0", "0.38.0")
+pytestmark = pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)
+
+
+class Command:
+    """`skyrl-serve` in a process of its own."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        command = [sys.executable, "-m", "skyrl_train.main_serve", "--folder", str(folder), "--port", "0", *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, cwd=folder.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        for line in self.process.stdout or ():
+            self.lines.append(line)
+            if "optim_step" in line:
+                break
+        text = "".join(self.lines)
+        found = re.search(r"TINKER_BASE_URL=(\S+) TINKER_API_KEY=(\S+)", text)
+        assert found, text
+        self.variables = {"TINKER_BASE_URL": found[1], "TINKER_API_KEY": found[2]}
+
+    def example(self) -> str:
+        """The program that it printed."""
+        text = "".join(self.lines)
+        return text[text.index("import tinker") :]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    command = Command(tmp_path_factory.mktemp("command") / "served", "--name", "tiny/qwen2")
+    yield command
+    command.stop()
+
+
+def client(version: str, variables: dict[str, str], *words: str) -> str:
+    python = CLIENTS / version / "bin" / "python"
+    if not CLIENTS.name or not python.is_file():
+        pytest.skip("scripts/tinker_clients.sh FOLDER makes the environments that SKYRL_TRAIN_TINKER_CLIENTS names")
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "HF_HUB_OFFLINE": "1", **variables}
+    done = subprocess.run([str(python), *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_unmodified_sdk_trains_samples_saves_and_loads(server: Command, version: str) -> None:
+    told: dict[str, Any] = json.loads(
+        client(version, server.variables, str(ROOT / "tests/support/sdk_play.py"), "tiny/qwen2")
+    )
+    assert told["info"] == ["tiny/qwen2", 4]
+    assert told["losses"][0] > told["losses"][1] > told["losses"][2]
+    assert told["tokens"][0] != told["tokens"][1]
+    assert told["prompt"][0] is None
+    assert told["prompt"][1:] == pytest.approx(told["computed"][1:3], abs=1e-4)
+    assert told["computed"][1:] == pytest.approx(told["logprobs"][:3], abs=1e-4)
+    assert told["top"] == [None, 2, 2]
+    assert told["loaded"] == pytest.approx(told["logprobs"], abs=1e-5)
+    assert "no public formula. Take importance_sampling" in told["refused"]
+    assert told["listed"]
+    assert told["runs"] >= 2
+
+
+def test_the_printed_example_works_when_pasted(server: Command) -> None:
+    client("0.38.0", server.variables, "-c", server.example())
+
+
+def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path) -> None:
+    """Killed while it computes; the client is alive, sends its requests again, and is told what it would have been."""
+    import httpx
+
+    from tests.support.serve_cases import Caller, datum
+
+    rows = [datum([1, 2, 3, 4]), datum([9, 8, 7])]
+    folder = tmp_path / "served"
+
+    def caller(command: Command) -> Caller:
+        url, key = command.variables["TINKER_BASE_URL"], command.variables["TINKER_API_KEY"]
+        return Caller(httpx.Client(base_url=url, timeout=60), key)
+
+    first = Command(folder)
+    name = {"base_model": first.example().partition("base_model='")[2].partition("'")[0]}
+    one = caller(first)
+    session = one.session()
+    content = {"session_id": session, "model_seq_id": 0, **name, "lora_config": {"rank": 2, "seed": 1}}
+    model = one.done("create_model", content)["model_id"]
+    for seq in range(1, 30, 2):
+        one.train(model, seq, rows)
+        promise = one.step(model, seq + 1)
+    time.sleep(0.2)
+    assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+    second = Command(folder)
+    assert second.variables["TINKER_API_KEY"] == first.variables["TINKER_API_KEY"]
+    two = caller(second)
+    assert "metrics" in two.outcome(promise)
+    fresh = two.done("create_model", {**content, "model_seq_id": 1})["model_id"]
+    for seq in range(1, 30, 2):
+        two.outcome(two.train(fresh, seq, rows))
+        two.outcome(two.step(fresh, seq + 1))
+    assert two.logprobs(model, 31) == two.logprobs(fresh, 31)
+    assert second.stop() == -signal.SIGTERM, "it closes everything, and ends by the signal"
+    assert (folder / "keys").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.pth=x"], "model.pth"),
+        (["generator=vllm"], "generator"),
+        (["--keys", "nowhere"], "nowhere"),
+        (["--port", "high"], "--port"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_refused(tmp_path: Path, words: list[str], says: str) -> None:
+    command = [sys.executable, "-m", "skyrl_train.main_serve", "--folder", str(tmp_path / "f"), *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+
+
+def test_keys_are_lines_of_a_key_and_its_tenant(tmp_path: Path) -> None:
+    from skyrl_train.errors import ConfigError
+    from skyrl_train.main_serve import read_keys
+
+    path = tmp_path / "keys"
+    path.write_text("# of the team\ntml-aaaaaaaa ann\n\ntml-bbbbbbbb bob\n")
+    assert read_keys(path) == {"tml-aaaaaaaa": "ann", "tml-bbbbbbbb": "bob"}
+    for text, says in (
+        ("tml-aaaaaaaa\n", "line 1"),
+        ("tml-aaaaaaaa a\ntml-aaaaaaaa b\n", "line 2"),
+        ("", "must have a key"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=says) as refused:
+            read_keys(path)
+        assert "aaaaaaaa" not in str(refused.value), "a key is a secret"
