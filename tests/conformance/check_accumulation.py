@@ -10,18 +10,13 @@ from driver import Run, Session, datum, sequence
 from expect import refused
 from measure import CAPS, DATA, PROBES, SEQUENCES, Noise, probe
 
-PROPORTIONAL: dict[str, Any] = {
-    "learning_rate": 0.05,
-    "eps": 100.0,
-}  # steps by the gradient itself, so that its size is seen
 
-
-def after(session: Session, *passes: Any, **adam: Any) -> np.ndarray:
-    """The probe of a new model after passes over these lists of datums and one step."""
+def after(session: Session, noise: Noise, *passes: Any) -> np.ndarray:
+    """The probe of a new model after passes over these lists of datums and one step in proportion to their gradient."""
     run = session.model()
     for data in passes:
         run.forward_backward(data)
-    run.step(**(adam or PROPORTIONAL))
+    run.step(**noise.push())
     return probe(run)
 
 
@@ -33,19 +28,21 @@ def check_noise(noise: Noise, kind: str) -> None:
 
 def check_training_moves(session: Session, noise: Noise) -> None:
     """A pass and a step move the log-probabilities: without that, nothing below would show anything."""
-    noise.differ(after(session, DATA), probe(session.model()))
+    noise.differ(after(session, noise, DATA), probe(session.model()))
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 6])
 def check_chunks_add_up_to_one(session: Session, noise: Noise, chunks: int) -> None:
     """A batch in {chunks} chunks leaves the weights of the batch in one."""
     split = [DATA[start::chunks] for start in range(chunks)]
-    noise.same(after(session, *split), after(session, DATA))
+    noise.same(after(session, noise, *split), after(session, noise, DATA))
 
 
 def check_chunks_in_any_order(session: Session, noise: Noise) -> None:
     """Chunks in the opposite order leave the same weights."""
-    noise.same(after(session, DATA[4:], DATA[2:4], DATA[:2]), after(session, DATA[:2], DATA[2:4], DATA[4:]))
+    noise.same(
+        after(session, noise, DATA[4:], DATA[2:4], DATA[:2]), after(session, noise, DATA[:2], DATA[2:4], DATA[4:])
+    )
 
 
 def check_last_chunk_first(session: Session, noise: Noise) -> None:
@@ -55,8 +52,8 @@ def check_last_chunk_first(session: Session, noise: Noise) -> None:
     for promise in promises:
         run.server.wait(promise)
     run.seq = 4
-    run.step(**PROPORTIONAL)
-    noise.same(probe(run), after(session, DATA))
+    run.step(**noise.push())
+    noise.same(probe(run), after(session, noise, DATA))
 
 
 def check_forward_adds_nothing(session: Session, noise: Noise) -> None:
@@ -64,18 +61,18 @@ def check_forward_adds_nothing(session: Session, noise: Noise) -> None:
     run = session.model()
     run.forward_backward(DATA[:2])
     run.forward(DATA)
-    run.step(**PROPORTIONAL)
-    noise.same(probe(run), after(session, DATA[:2]))
+    run.step(**noise.push())
+    noise.same(probe(run), after(session, noise, DATA[:2]))
 
 
 def check_step_clears_the_gradient(session: Session, noise: Noise) -> None:
     """Nothing of a gradient is left after the step that used it."""
     run = session.model()
     run.forward_backward(DATA)
-    run.step(**PROPORTIONAL, beta1=0.0)
+    run.step(**noise.push(), beta1=0.0)
     before = probe(run)
     run.forward_backward([sequence(tokens, 0.0) for tokens in SEQUENCES])
-    run.step(**PROPORTIONAL, beta1=0.0)
+    run.step(**noise.push(), beta1=0.0)
     noise.same(probe(run), before)
 
 
@@ -87,7 +84,7 @@ def check_second_step_sees_its_own_gradient(session: Session, noise: Noise) -> N
         run.forward_backward(data)
         run.step(learning_rate=0.0, beta1=0.0, beta2=0.0)
         run.forward_backward(DATA[2:4])
-        run.step(**PROPORTIONAL, beta1=0.0, beta2=0.0)
+        run.step(**noise.push(), beta1=0.0, beta2=0.0)
         probes.append(probe(run))
     noise.same(*probes)
 
@@ -95,9 +92,9 @@ def check_second_step_sees_its_own_gradient(session: Session, noise: Noise) -> N
 def check_gradient_is_a_sum_over_datums(session: Session, noise: Noise) -> None:
     """A datum sent twice in a batch pulls twice as much as once: gradients are summed, not averaged."""
     twice = [sequence(tokens, 2.0) for tokens in SEQUENCES]
-    doubled = after(session, DATA + DATA)
-    noise.same(doubled, after(session, twice))
-    noise.differ(doubled, after(session, DATA))
+    doubled = after(session, noise, DATA + DATA)
+    noise.same(doubled, after(session, noise, twice))
+    noise.differ(doubled, after(session, noise, DATA))
 
 
 def check_gradient_is_a_sum_over_tokens(session: Session, noise: Noise) -> None:
@@ -105,7 +102,7 @@ def check_gradient_is_a_sum_over_tokens(session: Session, noise: Noise) -> None:
     tokens = PROBES[0]
     short, long = tokens[:4], tokens
     weights = [1.0, 1.0, 1.0] + [0.0] * (len(long) - 4)
-    noise.same(after(session, [sequence(long, weights)]), after(session, [sequence(short)]))
+    noise.same(after(session, noise, [sequence(long, weights)]), after(session, noise, [sequence(short)]))
 
 
 def check_weights_of_zero_pull_nothing(session: Session, noise: Noise) -> None:
@@ -126,8 +123,8 @@ def check_losses_accumulate_together(session: Session, noise: Noise) -> None:
     ]
     run.forward_backward(DATA)
     run.forward_backward(reinforce, "importance_sampling")
-    run.step(**PROPORTIONAL)
-    noise.same(probe(run), after(session, [sequence(tokens, 2.0) for tokens in SEQUENCES]), scale=2)
+    run.step(**noise.push())
+    noise.same(probe(run), after(session, noise, [sequence(tokens, 2.0) for tokens in SEQUENCES]), scale=2)
 
 
 def check_failed_pass_adds_nothing(session: Session, noise: Noise) -> None:
@@ -136,8 +133,8 @@ def check_failed_pass_adds_nothing(session: Session, noise: Noise) -> None:
     run.forward_backward(DATA[:2])
     bad = datum([5, 6, 7], [6, 7, 8], weights=[1.0, float("nan"), 1.0])
     refused(lambda: run.forward_backward([*DATA[2:], bad]))
-    run.step(**PROPORTIONAL)
-    noise.same(probe(run), after(session, DATA[:2]))
+    run.step(**noise.push())
+    noise.same(probe(run), after(session, noise, DATA[:2]))
 
 
 def check_empty_datum(session: Session, noise: Noise) -> None:
@@ -146,8 +143,8 @@ def check_empty_datum(session: Session, noise: Noise) -> None:
     empty = datum([], [], weights=[])
     output = run.forward_backward([DATA[0], empty, DATA[1]])
     assert [len(each) for each in output.logprobs] == [len(SEQUENCES[0]) - 1, 0, len(SEQUENCES[1]) - 1]
-    run.step(**PROPORTIONAL)
-    noise.same(probe(run), after(session, DATA[:2]))
+    run.step(**noise.push())
+    noise.same(probe(run), after(session, noise, DATA[:2]))
 
 
 def check_sampling_between_passes(session: Session, noise: Noise) -> None:
@@ -157,8 +154,8 @@ def check_sampling_between_passes(session: Session, noise: Noise) -> None:
     run.snapshot().sample(PROBES[0])
     run.save("between")
     run.forward_backward(DATA[3:])
-    run.step(**PROPORTIONAL)
-    noise.same(probe(run), after(session, DATA))
+    run.step(**noise.push())
+    noise.same(probe(run), after(session, noise, DATA))
 
 
 def check_models_apart(session: Session, noise: Noise) -> None:
@@ -166,8 +163,8 @@ def check_models_apart(session: Session, noise: Noise) -> None:
     run, neighbour = session.model(), session.model()
     run.forward_backward(DATA[:2])
     neighbour.forward_backward(DATA)
-    run.step(**PROPORTIONAL)
-    noise.same(probe(run), after(session, DATA[:2]))
+    run.step(**noise.push())
+    noise.same(probe(run), after(session, noise, DATA[:2]))
 
 
 def check_a_large_batch(run: Run, noise: Noise) -> None:

@@ -36,7 +36,7 @@ def check_pass_sent_twice_adds_once(session: Session, noise: Noise) -> None:
         run = session.model()
         for _ in range(times):
             run.server.wait(run.submit_pass(DATA, seq=1))
-        run.server.wait(run.submit_step(seq=2, learning_rate=0.05, eps=100.0))  # in proportion to the gradient
+        run.server.wait(run.submit_step(seq=2, **noise.push()))  # in proportion to the gradient
         probes.append(probe_at(run, 3))
     noise.same(*probes)
 
@@ -159,7 +159,7 @@ def check_many_at_once(session: Session, noise: Noise) -> None:
     assert len(names) == 8
     assert len(set(names)) == 1
     for run in (single, many):
-        run.server.wait(run.submit_step(seq=2, learning_rate=0.05, eps=100.0))
+        run.server.wait(run.submit_step(seq=2, **noise.push()))
     noise.same(probe_at(single, 3), probe_at(many, 3))
 
 
@@ -222,7 +222,7 @@ def check_any_order_of_arrival(session: Session, noise: Noise, order: str) -> No
         promises = []
         for place in arrival:
             if place == "3":
-                promises.append(run.submit_step(seq=3, learning_rate=0.05, eps=100.0))
+                promises.append(run.submit_step(seq=3, **noise.push()))
             else:
                 promises.append(run.submit_pass(HALVES[int(place) - 1], seq=int(place)))
         for promise in promises:

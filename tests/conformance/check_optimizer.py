@@ -15,7 +15,6 @@ from driver import Run, Session, sequence
 from measure import DATA, SEQUENCES, Noise, probe
 
 STILL = [sequence(tokens, 0.0) for tokens in SEQUENCES]  # a gradient of 0
-PROPORTIONAL: dict[str, Any] = {"learning_rate": 0.05, "eps": 100.0}
 DEFAULTS = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -73,7 +72,7 @@ def check_first_step_ignores_scale(session: Session, noise: Noise, lr: float) ->
 
 @pytest.mark.parametrize(("beta1", "beta2"), [(0.5, 0.5), (0.0, 0.999), (0.99, 0.9)])
 def check_bias_correction(session: Session, noise: Noise, lr: float, beta1: float, beta2: float) -> None:
-    """The first step with beta1={beta1}, beta2={beta2} is as long as with any other: moments are corrected for their bias."""
+    """The first step with beta1={beta1}, beta2={beta2} is as long as with any other: no bias is left."""
     adam = {"learning_rate": lr, "beta1": beta1, "beta2": beta2}
     noise.same(after(session, (DATA, adam)), after(session, (DATA, {"learning_rate": lr})))
 
@@ -102,19 +101,15 @@ def check_moments_without_a_move(session: Session, noise: Noise, lr: float) -> N
 
 def check_large_eps(session: Session, noise: Noise) -> None:
     """With an eps far above the gradient, a step is in proportion to the gradient."""
-    twice = {**PROPORTIONAL, "learning_rate": 2 * PROPORTIONAL["learning_rate"], "eps": 1e7}
-    doubled = {"learning_rate": twice["learning_rate"] * 1e5, "eps": 1e7}
-    single = {"learning_rate": doubled["learning_rate"] / 2, "eps": 1e7}
-    left, right = after(session, (DATA, doubled)), after(session, (scaled(2.0), single))
+    left, right = after(session, (DATA, noise.push(2))), after(session, (scaled(2.0), noise.push()))
     noise.same(left, right)
-    noise.differ(left, after(session, (DATA, single)))
+    noise.differ(left, after(session, (DATA, noise.push())))
 
 
 def check_eps_outside_the_root(session: Session, noise: Noise) -> None:
-    """eps is added to the root of the second moment: with eps huge, a step is the learning rate over eps times the gradient."""
-    left = after(session, (DATA, {"learning_rate": 5e3, "eps": 1e7}))
-    right = after(session, (DATA, {"learning_rate": 5e4, "eps": 1e8}))
-    noise.same(left, right)
+    """eps is added to the root of the second moment: where it is huge, a step is by the learning rate over eps."""
+    steps = ({"learning_rate": noise.rate * eps, "eps": eps} for eps in (1e7, 1e8))
+    noise.same(*(after(session, (DATA, adam)) for adam in steps))
 
 
 def check_weight_decay_to_the_base(session: Session, noise: Noise, lr: float) -> None:
@@ -139,41 +134,45 @@ def check_weight_decay_shrinks(session: Session, noise: Noise, lr: float) -> Non
     assert 0.1 * far < near < 0.9 * far
 
 
+@pytest.fixture(scope="module")
+def clipped(session: Session, noise: Noise) -> dict[str, float]:
+    """AdamW's parameters of a step that is clipped to a norm of 0.01, and that is visible all the same."""
+    base = probe(session.model())
+    for times in 10.0 ** np.arange(8):
+        adam = {**noise.push(times), "grad_clip_norm": 0.01}
+        if np.abs(after(session, (DATA, adam)) - base).max() >= 0.01:
+            return adam
+    raise AssertionError("a clipped step moves nothing at any learning rate")
+
+
 def check_clip_of_zero(session: Session, noise: Noise) -> None:
     """A clip of 0 clips nothing."""
-    noise.same(after(session, (DATA, {**PROPORTIONAL, "grad_clip_norm": 0.0})), after(session, (DATA, PROPORTIONAL)))
+    noise.same(after(session, (DATA, {**noise.push(), "grad_clip_norm": 0.0})), after(session, (DATA, noise.push())))
 
 
 def check_clip_above_the_norm(session: Session, noise: Noise) -> None:
     """A clip above the gradient's norm changes nothing."""
-    noise.same(after(session, (DATA, {**PROPORTIONAL, "grad_clip_norm": 1e9})), after(session, (DATA, PROPORTIONAL)))
+    noise.same(after(session, (DATA, {**noise.push(), "grad_clip_norm": 1e9})), after(session, (DATA, noise.push())))
 
 
-def check_clip_fixes_the_norm(session: Session, noise: Noise) -> None:
+def check_clip_fixes_the_norm(session: Session, noise: Noise, clipped: dict[str, float]) -> None:
     """Below its norm a clipped gradient is the same whether it was ten times as large or not; unclipped it is not."""
-    clipped = {"learning_rate": 50.0, "eps": 100.0, "grad_clip_norm": 0.01}
     noise.same(after(session, (scaled(10.0), clipped)), after(session, (DATA, clipped)))
-    noise.differ(after(session, (scaled(10.0), PROPORTIONAL)), after(session, (DATA, PROPORTIONAL)))
+    noise.differ(after(session, (scaled(10.0), noise.push())), after(session, (DATA, noise.push())))
 
 
-def check_clip_scales(session: Session, noise: Noise) -> None:
+def check_clip_scales(session: Session, noise: Noise, clipped: dict[str, float]) -> None:
     """Half the clip at twice the learning rate is the same step, with an eps far above the gradient."""
-    wide, narrow = (
-        {"learning_rate": rate, "eps": 1e7, "grad_clip_norm": clip} for rate, clip in ((1e7, 0.1), (2e7, 0.05))
-    )
-    left = after(session, (DATA, wide))
-    noise.same(left, after(session, (DATA, narrow)))
-    noise.differ(left, probe(session.model()))
+    half = {**clipped, "learning_rate": 2 * clipped["learning_rate"], "grad_clip_norm": clipped["grad_clip_norm"] / 2}
+    noise.same(after(session, (DATA, half)), after(session, (DATA, clipped)))
 
 
-def check_clip_keeps_the_direction(session: Session, noise: Noise) -> None:
+def check_clip_keeps_the_direction(session: Session, noise: Noise, clipped: dict[str, float]) -> None:
     """A clipped gradient points where the whole one does: its norm is one number over all parameters."""
     base = probe(session.model())
-    clipped = after(session, (DATA, {"learning_rate": 1e6, "eps": 1e7, "grad_clip_norm": 0.1})) - base
-    whole = after(session, (DATA, {"learning_rate": 1e3, "eps": 1e7})) - base
-    noise.differ(clipped, np.zeros_like(clipped))
-    cosine = float((clipped * whole).sum() / np.sqrt((clipped**2).sum() * (whole**2).sum()))
-    assert cosine > 0.999, cosine
+    left, right = (after(session, (DATA, adam)) - base for adam in (clipped, noise.push()))
+    cosine = float((left * right).sum() / np.sqrt((left**2).sum() * (right**2).sum()))
+    assert cosine > 0.99, cosine
 
 
 @pytest.mark.parametrize("name", list(DEFAULTS))

@@ -13,6 +13,7 @@ import numpy as np
 from driver import Run, Session, sequence
 
 K = 8.0
+EPS = 1e7
 FLOOR = 2.0**-20  # the rounding of a float32 log-probability of up to 16, in which results travel
 CAPS = {
     "float32": {"forward": 1e-5, "training": 1e-5, "sampling": 1e-5},
@@ -39,9 +40,14 @@ class Noise:
     training: float
     sampling: float
     dtype: str
+    rate: float  # what, times the gradient, moves a log-probability by a percent or more
 
     def tolerance(self, kind: str = "forward") -> float:
         return min(K * max(getattr(self, kind), FLOOR), CAPS[self.dtype][kind])
+
+    def push(self, times: float = 1.0) -> dict[str, float]:
+        """AdamW's parameters of a step that is the gradient itself, times a rate: eps far above it outweighs its root."""
+        return {"learning_rate": self.rate * times * EPS, "eps": EPS}
 
     def same(self, left: np.ndarray, right: np.ndarray, kind: str = "training", scale: float = 1.0) -> None:
         """Raise AssertionError unless the two are equal within the tolerance, `scale` times."""
@@ -77,7 +83,19 @@ def measure(session: Session, dtype: str, lr: float) -> Noise:
         repeats.append(np.array([value for value in answer["prompt_logprobs"] if value is not None]))
     trained = first.forward([sequence(PROBES[0])]).logprobs[0]
     sampling = max(spread([trained], [each]) for each in repeats if len(each) == len(trained)) if repeats else 0.0
-    return Noise(forward, training, sampling, dtype)
+    return Noise(forward, training, sampling, dtype, visible_rate(session))
+
+
+def visible_rate(session: Session) -> float:
+    """The smallest rate of a few whose step in proportion to the gradient moves some log-probability by 0.02."""
+    for rate in 4.0 ** np.arange(-7, 6):
+        run = session.model()
+        before = probe(run)
+        run.forward_backward(DATA)
+        run.step(learning_rate=rate * EPS, eps=EPS)
+        if spread([before], [probe(run)]) >= 0.02:
+            return float(rate)
+    raise AssertionError("no step in proportion to the gradient moves the model: does it train?")
 
 
 def spread(left: list[np.ndarray], right: list[np.ndarray]) -> float:

@@ -13,6 +13,7 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,10 +25,11 @@ from softmax import CONTEXT, Weights, forward_backward, optim_step, require, sam
 from wire import LARGEST_BODY, PROTOBUF, Json, Refused, output_bytes, read_body, sample_bytes
 
 BASE = "conformance/linear-softmax"
+ISO = "%Y-%m-%dT%H:%M:%SZ"
 HOLD_S = 1.0  # how long a poll of an unfinished request is held before 408
-CONFIG = {"proto_write_fwdbwd": True, "proto_compress_fwdbwd": True, "fwd_via_fwdbwd": True}
+CONFIG = {"proto_compress_fwdbwd": True, "sample_join_sampling_session": True}
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-NOT_SUPPORTED = ["loss:gspo", "inflight_sampler", "copy_weights", "publish", "ttl"]
+NOT_SUPPORTED = ["loss:gspo", "inflight_sampler", "copy_weights", "publish"]
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Service:
             raise Refused(401, "the header X-API-Key holds no key of this server")
         if method != "POST":
             with self.changed:
-                return 200, self.rest(method, parts, owner, headers)
+                return 200, self.rest(method, parts, owner, headers, json.loads(body or b"{}"))
         given, verb = read_body(headers, body), "_".join(parts)
         if parts[0] == "sessions" and parts[-1] == "finish":
             given, verb = {"session_id": parts[1]}, "finish"
@@ -262,6 +264,11 @@ class Service:
 
         return self.once(f"{owner} {name}", digest, make)
 
+    def now_join_sampling_session(self, given: Json, owner: str, digest: str) -> Json:
+        about = self.own(self.samplers, given["sampling_session_id"], owner).about
+        about["clients"] = about.get("clients", 0) + 1
+        return {"type": "join_sampling_session", "client_counter": about["clients"]}
+
     def now_asample(self, given: Json, owner: str, digest: str) -> Json:
         sampler, count = self.own(self.samplers, given["sampling_session_id"], owner), int(given.get("num_samples", 1))
         name = "request-" + short(f"{given['sampling_session_id']} sample {given['seq_id']}")
@@ -286,7 +293,7 @@ class Service:
         rank = self.own(self.checkpoints, given["tinker_path"], owner).about["rank"]
         return {"base_model": BASE, "is_lora": True, "lora_rank": rank}
 
-    def rest(self, method: str, parts: list[str], owner: str, headers: dict[str, str]) -> Json:
+    def rest(self, method: str, parts: list[str], owner: str, headers: dict[str, str], given: Json) -> Json:
         """What the command line reads: capabilities, sessions, training runs, samplers and checkpoints, all on one page."""
         mine = {path: kept.about for path, kept in self.checkpoints.items() if kept.owner == owner}
         runs = [self.run_of(model, mine) for model in self.models.values() if model.owner == owner]
@@ -315,6 +322,19 @@ class Service:
             case "DELETE", ["training_runs", run, "checkpoints", folder, name]:
                 self.own(self.checkpoints, f"tinker://{run}/{folder}/{name}", owner)
                 del self.checkpoints[f"tinker://{run}/{folder}/{name}"]
+                return {}
+            case "PUT", ["training_runs", run, "checkpoints", folder, name, "ttl"]:
+                seconds, kept = (
+                    given["ttl_seconds"],
+                    self.own(self.checkpoints, f"tinker://{run}/{folder}/{name}", owner),
+                )
+                require(
+                    seconds is None or 3600 <= seconds <= 315_360_000,
+                    "ttl_seconds must lie between 1 hour and 10 years",
+                )
+                kept.about["expires_at"] = (
+                    None if seconds is None else time.strftime(ISO, time.gmtime(time.time() + seconds))
+                )
                 return {}
             case "GET", ["training_runs", run, "checkpoints", folder, name, "external_weights_urls"]:
                 path = f"tinker://{run}/{folder}/{name}"
