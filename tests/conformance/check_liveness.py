@@ -102,8 +102,8 @@ def check_other_models_do_not_wait(session: Session, pending: tuple[Run, dict[st
 
 def check_slow_samples_beside_fast_ones(session: Session) -> None:
     """A short sample that is asked for after a long one is answered before it."""
-    slow = session.sampler().submit(PROBES[0], params=LONG, num_samples=8)
     begun = time.perf_counter()
+    slow = session.sampler().submit(PROBES[0], params=LONG, num_samples=8)
     assert session.sampler().sample(PROBES[1], {"max_tokens": 2})["sequences"]
     quick = time.perf_counter() - begun
     session.server.wait(slow)
@@ -113,8 +113,8 @@ def check_slow_samples_beside_fast_ones(session: Session) -> None:
 def check_training_beside_slow_samples(session: Session) -> None:
     """A pass that is asked for after a long sample is answered before it."""
     run = session.model()
-    slow = session.sampler().submit(PROBES[0], params={**LONG, "seed": 2}, num_samples=8)
     begun = time.perf_counter()
+    slow = session.sampler().submit(PROBES[0], params={**LONG, "seed": 2}, num_samples=8)
     run.forward_backward(DATA[:1])
     quick = time.perf_counter() - begun
     session.server.wait(slow)

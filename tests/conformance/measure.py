@@ -7,10 +7,11 @@ may be off by at most. A noise above the cap is a failure of its own (`check_acc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
-from driver import Run, Session, sequence
+from driver import RequestFailed, Run, Session, StatusError, sequence
 
 K = 8.0
 EPS = 1e7
@@ -77,13 +78,23 @@ def measure(session: Session, dtype: str, lr: float) -> Noise:
             run.forward_backward(data)
             run.step(learning_rate=lr)
     training = spread([probe(first)], [probe(second)])
-    sampler, repeats = first.snapshot(), []
-    for _ in range(3):
-        answer = sampler.sample(PROBES[0], {"max_tokens": 1, "temperature": 0.0}, prompt_logprobs=True)
-        repeats.append(np.array([value for value in answer["prompt_logprobs"] if value is not None]))
     trained = first.forward([sequence(PROBES[0])]).logprobs[0]
-    sampling = max(spread([trained], [each]) for each in repeats if len(each) == len(trained)) if repeats else 0.0
-    return Noise(forward, training, sampling, dtype, visible_rate(session))
+    return Noise(forward, training, sampling_noise(first, trained), dtype, visible_rate(session))
+
+
+def sampling_noise(run: Run, trained: np.ndarray) -> float:
+    """How far a sampler is from forward on the same tokens; infinite where it does not tell."""
+    sampler, worst = run.snapshot(), 0.0
+    for _ in range(3):
+        try:
+            answer = sampler.sample(PROBES[0], {"max_tokens": 1, "temperature": 0.0}, prompt_logprobs=True)
+        except (StatusError, RequestFailed):
+            return math.inf
+        scored = np.array(answer.get("prompt_logprobs", [])[1:], float)
+        if scored.shape != trained.shape:
+            return math.inf
+        worst = max(worst, spread([trained], [scored]))
+    return worst
 
 
 def visible_rate(session: Session) -> float:

@@ -25,7 +25,6 @@ from softmax import CONTEXT, Weights, forward_backward, optim_step, require, sam
 from wire import LARGEST_BODY, PROTOBUF, Json, Refused, output_bytes, read_body, sample_bytes
 
 BASE = "conformance/linear-softmax"
-ISO = "%Y-%m-%dT%H:%M:%SZ"
 HOLD_S = 1.0  # how long a poll of an unfinished request is held before 408
 CONFIG = {"proto_compress_fwdbwd": True, "sample_join_sampling_session": True}
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
@@ -107,7 +106,7 @@ class Service:
             if run is None and now is None:
                 raise Refused(404, f"POST {path} is not served here")
             digest = short(f"{path} {headers.get('content-type')} {base64.b64encode(body).decode()}")
-            answer = now(given, owner, digest) if run is None else self.enqueue(verb, run, given, owner, digest)
+            answer = now(given, owner, digest) if run is None else self.enqueue(run, given, owner, digest)
             if self.journal is not None:
                 kept = {name: value for name, value in headers.items() if name.startswith(("content-", "x-api"))}
                 with self.journal.open("a", encoding="utf-8") as out:
@@ -128,15 +127,15 @@ class Service:
             raise Refused(422, f"{key.split()[1:]} was given before, to another request")
         return self.promises[key][1]
 
-    def enqueue(self, verb: str, run: Callable[[Model, Json], Json], given: Json, owner: str, digest: str) -> Json:
+    def enqueue(self, run: Callable[[Model, Json], Json], given: Json, owner: str, digest: str) -> Json:
         """The promise of a request to a model. Requests run in the order of their numbers, each once."""
-        model, seq = self.models.get(given.get("model_id", "")), given.get("seq_id")
+        seq = given.get("seq_id")
         if given.get("session_id") is not None:  # create_model, or load_weights in its place
             self.own(self.sessions, given["session_id"], owner)
-            name, seq = f"{given['session_id']}:train:{int(given['model_seq_id'])}", 0
-            model = self.models.setdefault(name, Model(owner, name, given.get("user_metadata")))
-        if model is None or model.owner != owner:
-            raise Refused(404, f"the model {given.get('model_id')!r} is not known here")
+            model_id, seq = f"{given['session_id']}:train:{int(given['model_seq_id'])}", 0
+            model = self.models.setdefault(model_id, Model(owner, model_id, given.get("user_metadata")))
+        else:
+            model = self.own(self.models, given.get("model_id"), owner)
 
         def make() -> Json:
             require(isinstance(seq, int) and seq >= model.next_seq, f"seq_id {seq!r} is not {model.next_seq} or above")
@@ -319,28 +318,21 @@ class Service:
             case "GET", ["checkpoints"]:
                 cursor = {"offset": 0, "limit": len(mine), "total_count": len(mine)}
                 return {"checkpoints": list(mine.values()), "cursor": cursor}
-            case "DELETE", ["training_runs", run, "checkpoints", folder, name]:
-                self.own(self.checkpoints, f"tinker://{run}/{folder}/{name}", owner)
-                del self.checkpoints[f"tinker://{run}/{folder}/{name}"]
-                return {}
-            case "PUT", ["training_runs", run, "checkpoints", folder, name, "ttl"]:
-                seconds, kept = (
-                    given["ttl_seconds"],
-                    self.own(self.checkpoints, f"tinker://{run}/{folder}/{name}", owner),
-                )
-                require(
-                    seconds is None or 3600 <= seconds <= 315_360_000,
-                    "ttl_seconds must lie between 1 hour and 10 years",
-                )
-                kept.about["expires_at"] = (
-                    None if seconds is None else time.strftime(ISO, time.gmtime(time.time() + seconds))
-                )
-                return {}
-            case "GET", ["training_runs", run, "checkpoints", folder, name, "external_weights_urls"]:
+            case _, ["training_runs", run, "checkpoints", folder, name, *rest]:
                 path = f"tinker://{run}/{folder}/{name}"
-                self.own(self.checkpoints, path, owner)
-                address = f"http://{headers.get('host')}/api/v1/download/{short(path)}"
-                return {"urls": {"adapter_model.npy": address}, "expires": "2100-01-01T00:00:00Z"}
+                kept = self.own(self.checkpoints, path, owner)
+                if (method, rest) == ("DELETE", []):
+                    del self.checkpoints[path]
+                    return {}
+                if (method, rest) == ("PUT", ["ttl"]):
+                    seconds = given["ttl_seconds"]
+                    require(seconds is None or 3600 <= seconds <= 315_360_000, "ttl_seconds is no 1 hour to 10 years")
+                    end = time.gmtime(time.time() + (seconds or 0))
+                    kept.about["expires_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", end) if seconds else None
+                    return {}
+                if (method, rest) == ("GET", ["external_weights_urls"]):
+                    address = f"http://{headers.get('host')}/api/v1/download/{short(path)}"
+                    return {"urls": {"adapter_model.npy": address}, "expires": "2100-01-01T00:00:00Z"}
         raise Refused(404, f"{method} /api/v1/{'/'.join(parts)} is not served here")
 
     @staticmethod

@@ -7,14 +7,37 @@ JSON, so that a check is written once for both wires.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zstandard
-from tinker.proto import tinker_public_pb2 as pb
+
+
+def schema() -> Any:
+    """The SDK's protobuf module; read by itself where the SDK is not imported yet, as that takes a second or two."""
+    if "tinker" in sys.modules:
+        from tinker.proto import tinker_public_pb2
+
+        return tinker_public_pb2
+    found = importlib.util.find_spec("tinker")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("the SDK is not installed here: pip install tinker")
+    path = Path(found.origin).parent / "proto" / "tinker_public_pb2.py"
+    module_spec = importlib.util.spec_from_file_location("tinker_public_pb2", path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
+
+
+pb = schema()
 
 Json = dict[str, Any]
 PROTOBUF = "application/x-protobuf"
@@ -82,7 +105,7 @@ def request_of(body: bytes) -> Json:
     }
 
 
-def read_tensor(tensor: pb.Tensor) -> Json:
+def read_tensor(tensor: Any) -> Json:
     if tensor.dtype not in DTYPES or tensor.HasField("sparse_csr"):
         raise ValueError("a tensor is sparse, or of a dtype that is neither float32 nor int64")
     dtype = "float32" if tensor.dtype == pb.DTYPE_FLOAT32 else "int64"
@@ -121,7 +144,7 @@ def sample_bytes(result: Json) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def topk_of(rows: list[list[tuple[int, float]] | None]) -> pb.TopkLogprobs:
+def topk_of(rows: list[list[tuple[int, float]] | None]) -> Any:
     width = max((len(row) for row in rows if row), default=0)
     flat = [cell for row in rows for cell in ([*(row or [])] + [MISSING] * width)[:width]]
     tokens, logprobs = np.array([cell[0] for cell in flat], np.int32), np.array([cell[1] for cell in flat], np.float32)
