@@ -88,7 +88,7 @@ def check_metadata_of_a_run(session: Session) -> None:
     }
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 def check_metadata_of_a_checkpoint(run: Run) -> None:
     """A checkpoint keeps what its owner wrote of it."""
     run.save("noted", user_metadata={"step": "3"})
@@ -191,7 +191,7 @@ def check_sampler_outlives_its_checkpoint(session: Session) -> None:
         refused(lambda: sampler.sample(PROBES[0]))
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 def check_same_name_needs_overwrite(session: Session, noise: Noise, lr: float) -> None:
     """A name that is taken is refused without overwrite, and replaced with it."""
     run = session.model()
@@ -220,7 +220,7 @@ def check_unknown_record(run: Run) -> None:
         assert run.server.send("GET", path).status == 404
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 @pytest.mark.full(needs="external_weights")
 def check_download(session: Session, lr: float) -> None:
     """Weights saved for others are downloaded from addresses that need no key, and differ when the model learnt."""
@@ -239,7 +239,7 @@ def check_download(session: Session, lr: float) -> None:
     assert bodies[0] != bodies[1]
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 @pytest.mark.full(needs="external_weights")
 def check_external_is_listed(run: Run) -> None:
     """Weights saved for others are listed as of the kind 'external'."""

@@ -105,7 +105,7 @@ def check_learning_rate_that_is_no_number(session: Session, noise: Noise) -> Non
     )
 
 
-@pytest.mark.since("0.38")
+@pytest.mark.since("0.33")
 def check_unknown_optimizer(session: Session) -> None:
     """An optimizer that is not served is refused, never replaced by another."""
     refused(lambda: session.model(optimizer_config={"type": "no_such_optimizer"}))
@@ -280,7 +280,7 @@ def check_empty_request(server: Server, verb: str) -> None:
     told(server.post(verb, {}))
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 def check_custom_loss_on_the_server(session: Session) -> None:
     """A custom loss to be run by the server is refused by a server that does not claim to."""
     if session.server.call("client/config", {"sdk_version": "0.38.0"}).get("custom_loss_server_side"):

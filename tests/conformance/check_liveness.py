@@ -121,7 +121,7 @@ def check_training_beside_slow_samples(session: Session) -> None:
     assert quick < 0.8 * (time.perf_counter() - begun)
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 @pytest.mark.full(needs="cancel")
 def check_cancelled_sample_ends(session: Session) -> None:
     """A sample that is cancelled ends long before it would have, in an error or with what it had."""
@@ -137,7 +137,7 @@ def check_cancelled_sample_ends(session: Session) -> None:
     assert time.perf_counter() - begun < 0.5 * whole + 0.2
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 @pytest.mark.full(needs="cancel")
 def check_cancelled_after_its_end(session: Session) -> None:
     """A cancellation that comes after the end changes nothing of the result."""
@@ -147,7 +147,7 @@ def check_cancelled_after_its_end(session: Session) -> None:
     assert session.server.wait(promise)["sequences"] == before["sequences"]
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 @pytest.mark.full(needs="cancel")
 def check_cancelled_training_goes_on(run: Run) -> None:
     """A pass or its order is not lost by a cancellation: the requests after it run."""
@@ -172,7 +172,7 @@ def check_heartbeat_of_nobody(server: Server) -> None:
     assert server.post("session_heartbeat", {"session_id": "nobody", "type": "session_heartbeat"}).status in (404, 410)
 
 
-@pytest.mark.since("0.38")
+@pytest.mark.since("0.29")
 def check_finished_session(server: Server) -> None:
     """A session that its client finished has no heartbeat any more: 410 ends the client's loop."""
     own = server.session()

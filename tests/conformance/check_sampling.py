@@ -102,6 +102,7 @@ def check_greedy_ignores_the_seed(sampler: Sampler) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.since("0.29")
 def check_greedy_takes_the_best(sampler: Sampler) -> None:
     """Temperature 0 takes the most probable token each time."""
     found = one(sampler.sample(PROMPT, {**GREEDY, "max_tokens": 12}, topk_sample_logprobs=3))
@@ -198,6 +199,7 @@ def check_tiny_top_p(sampler: Sampler) -> None:
     assert found["tokens"] == one(sampler.sample(PROMPT, {**GREEDY, "max_tokens": 12}))["tokens"]
 
 
+@pytest.mark.since("0.29")
 def check_top_k_restricts(sampler: Sampler) -> None:
     """With top_k=3 each token is one of the three most probable."""
     answer = sampler.sample(PROMPT, {"top_k": 3, "max_tokens": 8, "stop": []}, num_samples=8, topk_sample_logprobs=3)
@@ -211,6 +213,7 @@ def first_token_table(sampler: Sampler) -> dict[int, float]:
     return {token: float(np.exp(value)) for token, value in row}
 
 
+@pytest.mark.since("0.29")
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def check_frequencies(sampler: Sampler, temperature: float) -> None:
     """At temperature {temperature} tokens come as often as their probabilities say, within five standard errors."""
@@ -227,6 +230,7 @@ def check_frequencies(sampler: Sampler, temperature: float) -> None:
         assert abs(found.count(best) / count - table[best]) < error
 
 
+@pytest.mark.since("0.29")
 def check_topk_of_samples(sampler: Sampler) -> None:
     """Each sampled token comes with as many of the most probable ones as were asked for, in order."""
     found = one(sampler.sample(PROMPT, {"max_tokens": 6, "stop": []}, topk_sample_logprobs=4))
@@ -237,6 +241,7 @@ def check_topk_of_samples(sampler: Sampler) -> None:
         assert len({token for token, _ in row}) == 4
 
 
+@pytest.mark.since("0.29")
 def check_topk_of_samples_holds_the_token(sampler: Sampler, noise: Noise) -> None:
     """Where a sampled token is among the most probable, its log-probability there is its own."""
     found = one(sampler.sample(PROMPT, {**GREEDY, "max_tokens": 6}, topk_sample_logprobs=2))
@@ -260,7 +265,7 @@ def check_topk_of_the_prompt(trained: Run, sampler: Sampler, noise: Noise) -> No
         noise.same([row[rank][1] for row in rows[1:]], trained.forward([asked]).flat, "sampling")
 
 
-@pytest.mark.since("0.38")
+@pytest.mark.since("0.33")
 @pytest.mark.full(needs="prompt_logprobs_last_n")
 def check_last_of_the_prompt(sampler: Sampler, noise: Noise) -> None:
     """prompt_logprobs_last_n=4 scores the last four tokens of a prompt, and none before."""
@@ -315,7 +320,7 @@ def check_sampling_trains_nothing(trained: Run, noise: Noise) -> None:
     noise.same(trained.forward(DATA).flat, before, "forward")
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.33")
 @pytest.mark.full(needs="join_sampling_session")
 def check_joined_clients_are_numbered(sampler: Sampler) -> None:
     """Each client that joins a sampling session gets a number of its own, above 0."""

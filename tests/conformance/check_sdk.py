@@ -178,7 +178,7 @@ def check_command_line(client: Any) -> None:
     assert path in command("--format", "json", "checkpoint", "info", path)
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 @pytest.mark.full(needs="external_weights")
 def check_command_line_downloads(client: Any, tmp_path: Any) -> None:
     """The command line downloads a checkpoint: it loads it in a session of its own, exports and fetches that."""

@@ -228,7 +228,7 @@ def check_forward_only(run: Run, noise: Noise) -> None:
     noise.same(run.forward(DATA).flat, run.forward_backward(DATA).flat, "forward")
 
 
-@pytest.mark.since("0.36")
+@pytest.mark.since("0.29")
 @pytest.mark.parametrize("field", ["loss_fn_config", "loss_fn_config_v2", "both"])
 def check_loss_config_fields(run: Run, noise: Noise, field: str) -> None:
     """The settings of a loss are read from the protobuf field {field}, the newer field before the older."""

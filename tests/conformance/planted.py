@@ -131,8 +131,8 @@ BUGS = [
         "old_loss_config",
         "the newer field of a loss's settings is not read",
         "wire.loss_config_fields[loss_fn_config_v2]",
-        "for name, value in message.loss_fn_config_v2.items():",
-        "for name, value in ():",
+        'getattr(message, "loss_fn_config_v2", {}).items()',
+        "()",
         thread="GMISWE/tinker-cloud#59",
     ),
     bug(

@@ -95,7 +95,7 @@ def request_of(body: bytes) -> Json:
         inputs = {name: read_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()}
         data.append({"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs})
     config: Json = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():  # it replaces the map of floats, where a client sends both
+    for name, value in getattr(message, "loss_fn_config_v2", {}).items():  # newer, and wins where a client sends both
         config[name] = getattr(value, value.WhichOneof("value") or "number")
     return {
         "model_id": message.model_id,
@@ -148,7 +148,10 @@ def topk_of(rows: list[list[tuple[int, float]] | None]) -> Any:
     width = max((len(row) for row in rows if row), default=0)
     flat = [cell for row in rows for cell in ([*(row or [])] + [MISSING] * width)[:width]]
     tokens, logprobs = np.array([cell[0] for cell in flat], np.int32), np.array([cell[1] for cell in flat], np.float32)
-    return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=width, length=len(rows))
+    if hasattr(pb, "TopkLogprobs"):
+        return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=width, length=len(rows))
+    old = pb.TopkPromptLogprobs  # before 0.29, with the same numbers of fields under other names
+    return old(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=width, prompt_length=len(rows))
 
 
 # The client's half.
@@ -163,7 +166,7 @@ def request_bytes(request: Json) -> bytes:
     message.forward_only = bool(request.get("forward_only"))
     for name, value in (given.get("loss_fn_config") or {}).items():
         message.loss_fn_config[name] = value
-        if hasattr(message, "loss_fn_config_v2"):  # since 0.36 or so
+        if hasattr(message, "loss_fn_config_v2"):  # since 0.29 or a little before
             message.loss_fn_config_v2[name].number = value
     for datum in given["data"]:
         sent = message.data.add()
