@@ -86,7 +86,7 @@ def check_second_step_sees_its_own_gradient(session: Session, noise: Noise) -> N
         run.forward_backward(DATA[2:4])
         run.step(**noise.push(), beta1=0.0, beta2=0.0)
         probes.append(probe(run))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 def check_gradient_is_a_sum_over_datums(session: Session, noise: Noise) -> None:

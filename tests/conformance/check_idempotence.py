@@ -38,7 +38,7 @@ def check_pass_sent_twice_adds_once(session: Session, noise: Noise) -> None:
             run.server.wait(run.submit_pass(DATA, seq=1))
         run.server.wait(run.submit_step(seq=2, **noise.push()))  # in proportion to the gradient
         probes.append(probe_at(run, 3))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 def check_pass_sent_twice_over_a_step(session: Session, noise: Noise) -> None:
@@ -52,7 +52,7 @@ def check_pass_sent_twice_over_a_step(session: Session, noise: Noise) -> None:
             run.server.wait(run.submit_pass(DATA, seq=1))
         run.server.wait(run.submit_step(seq=3, learning_rate=0.01, beta1=0.0))
         probes.append(probe_at(run, 4))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 def probe_at(run: Run, seq: int) -> np.ndarray:
@@ -228,7 +228,7 @@ def check_any_order_of_arrival(session: Session, noise: Noise, order: str) -> No
         for promise in promises:
             run.server.wait(promise)
         probes.append(probe_at(run, 4))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 def check_failed_request_gives_way(run: Run) -> None:
@@ -275,7 +275,7 @@ def check_restart_keeps_the_optimizer(session: Session, noise: Noise, lr: float,
             if killed and step == 1:
                 restart()
         probes.append(probe(run))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 @pytest.mark.needs_restart

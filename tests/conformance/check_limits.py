@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import zstandard
-from driver import Json, Run, Sampler, Server, Session, datum, model_input, sequence, tensor
+from driver import Run, Sampler, Server, Session, datum, model_input, sequence, tensor
 from expect import RETRIED, refused, told
 from measure import DATA, PROBES, Noise, probe
-from wire import PROTOBUF, request_bytes
+from wire import PROTOBUF, Json, request_bytes
 
 NAN, INFINITE, FAR = float("nan"), float("inf"), 2**31 - 1
 GOOD = sequence([5, 6, 7, 8])

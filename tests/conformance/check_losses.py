@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import Json, Output, Run, Session, datum, sequence
+from driver import Output, Run, Session, datum, sequence
 from expect import refused
 from measure import DATA, SEQUENCES, Noise, probe
+from wire import Json
 
 LOSSES = ["importance_sampling", "ppo", "cispo", "dro"]
 TIGHT = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -81,8 +82,8 @@ def equal_sum(output: Output, expected: float, noise: Noise, size: float) -> Non
 def check_cross_entropy_value(run: Run, noise: Noise) -> None:
     """The loss of cross_entropy is the weighted sum of the negative log-probabilities that are returned with it."""
     numbers = np.random.default_rng(5)
-    weights = [np.float32(numbers.uniform(-1, 2, size=len(each) - 1)) for each in SEQUENCES]
-    output = run.forward_backward([sequence(each, list(one)) for each, one in zip(SEQUENCES, weights)])
+    weights = [numbers.uniform(-1, 2, size=len(each) - 1).astype(np.float32) for each in SEQUENCES]
+    output = run.forward_backward([sequence(each, one.tolist()) for each, one in zip(SEQUENCES, weights)])
     expected = -sum(float((one * new).sum()) for one, new in zip(weights, output.logprobs))
     equal_sum(output, expected, noise, sum(float(np.abs(one).sum()) for one in weights))
 

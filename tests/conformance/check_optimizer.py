@@ -109,7 +109,7 @@ def check_large_eps(session: Session, noise: Noise) -> None:
 def check_eps_outside_the_root(session: Session, noise: Noise) -> None:
     """eps is added to the root of the second moment: where it is huge, a step is by the learning rate over eps."""
     steps = ({"learning_rate": noise.rate * eps, "eps": eps} for eps in (1e7, 1e8))
-    noise.same(*(after(session, (DATA, adam)) for adam in steps))
+    noise.alike(after(session, (DATA, adam)) for adam in steps)
 
 
 def check_weight_decay_to_the_base(session: Session, noise: Noise, lr: float) -> None:
@@ -181,14 +181,14 @@ def check_defaults(session: Session, noise: Noise, lr: float, name: str) -> None
     probes = []
     for left_out in (False, True):
         run = session.model()
-        adam = {**DEFAULTS, "learning_rate": lr} if name != "learning_rate" else dict(DEFAULTS)
+        adam: dict[str, Any] = {**DEFAULTS, "learning_rate": lr} if name != "learning_rate" else dict(DEFAULTS)
         if left_out:
             del adam[name]
         for data in (DATA, scaled(3.0)):
             run.forward_backward(data)
             run.server.wait(run.submit_step(**adam))
         probes.append(probe(run))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 def check_step_metrics_are_numbers(run: Run) -> None:
@@ -236,7 +236,7 @@ def check_load_without_optimizer_starts_over(session: Session, noise: Noise, lr:
         loaded.forward_backward(data)
         loaded.step(learning_rate=lr)
         probes.append(probe(loaded))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 def check_load_with_optimizer(session: Session, noise: Noise, lr: float) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import Json, Run, Sampler, Session, sequence
+from driver import Run, Sampler, Session, sequence
 from measure import DATA, PROBES, Noise
+from wire import Json
 
 PROMPT = PROBES[0]
 GREEDY: Json = {"temperature": 0.0, "stop": []}

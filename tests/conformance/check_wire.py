@@ -160,7 +160,7 @@ def check_json_trains_the_same(session: Session, noise: Noise, lr: float) -> Non
         run.server.wait(run.submit_pass(DATA, json_wire=wire))
         run.step(learning_rate=lr)
         probes.append(probe(run))
-    noise.same(*probes)
+    noise.alike(probes)
 
 
 @pytest.mark.full(needs="wire:json")
@@ -255,7 +255,7 @@ def check_unknown_json_field(session: Session, verb: str) -> None:
     """A field that {verb} does not know is passed over, as each new SDK sends some."""
     server = session.server
     if verb == "create_session":
-        given = {"tags": [], "user_metadata": None, "sdk_version": "9", "type": "create_session", **UNKNOWN}
+        given: Any = {"tags": [], "user_metadata": None, "sdk_version": "9", "type": "create_session", **UNKNOWN}
         assert server.call(verb, given)["session_id"]
     elif verb == "create_model":
         session.model(**UNKNOWN)

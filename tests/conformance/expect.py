@@ -21,12 +21,13 @@ def refused(call: Callable[[], Any]) -> str:
     """
     with pytest.raises((StatusError, RequestFailed)) as caught:
         call()
-    error = caught.value
-    if isinstance(error, StatusError):
-        return told(error.answer)
-    assert error.category == "user", f"a request that is wrong fails in the category {error.category!r}, not 'user'"
-    assert error.message.strip(), "the error says nothing"
-    return error.message
+    if isinstance(caught.value, StatusError):
+        return told(caught.value.answer)
+    failed = caught.value
+    assert isinstance(failed, RequestFailed)
+    assert failed.category == "user", f"a request that is wrong fails in the category {failed.category!r}, not 'user'"
+    assert failed.message.strip(), "the error says nothing"
+    return failed.message
 
 
 def told(answer: Answer) -> str:

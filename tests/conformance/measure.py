@@ -8,10 +8,12 @@ may be off by at most. A noise above the cap is a failure of its own (`check_acc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from driver import RequestFailed, Run, Session, StatusError, sequence
+from numpy.typing import ArrayLike
 
 K = 8.0
 EPS = 1e7
@@ -44,21 +46,28 @@ class Noise:
     rate: float  # what, times the gradient, moves a log-probability by a percent or more
 
     def tolerance(self, kind: str = "forward") -> float:
-        return min(K * max(getattr(self, kind), FLOOR), CAPS[self.dtype][kind])
+        return float(min(K * max(getattr(self, kind), FLOOR), CAPS[self.dtype][kind]))
 
     def push(self, times: float = 1.0) -> dict[str, float]:
         """AdamW's parameters of a step that is the gradient itself, times a rate: eps far above it outweighs its root."""
         return {"learning_rate": self.rate * times * EPS, "eps": EPS}
 
-    def same(self, left: np.ndarray, right: np.ndarray, kind: str = "training", scale: float = 1.0) -> None:
+    def same(self, left: ArrayLike, right: ArrayLike, kind: str = "training", scale: float = 1.0) -> None:
         """Raise AssertionError unless the two are equal within the tolerance, `scale` times."""
-        left, right = np.asarray(left, float), np.asarray(right, float)
-        assert left.shape == right.shape, f"shapes {left.shape} and {right.shape} differ"
-        apart = float(np.abs(left - right).max(initial=0.0))
+        one, other = np.asarray(left, float), np.asarray(right, float)
+        assert one.shape == other.shape, f"shapes {one.shape} and {other.shape} differ"
+        apart = float(np.abs(one - other).max(initial=0.0))
         allowed = self.tolerance(kind) * scale
         assert apart <= allowed, f"they differ by {apart:.3g}; {allowed:.3g} is allowed ({kind}, x{scale:g})"
 
-    def differ(self, left: np.ndarray, right: np.ndarray, kind: str = "training") -> None:
+    def alike(self, probes: Iterable[np.ndarray], kind: str = "training") -> None:
+        """Raise AssertionError unless each of several is the same as the first."""
+        first, *others = probes
+        assert others, "there is nothing to compare"
+        for other in others:
+            self.same(first, other, kind)
+
+    def differ(self, left: ArrayLike, right: ArrayLike, kind: str = "training") -> None:
         """Raise AssertionError unless the two are further apart than any tolerance could hide."""
         apart = float(np.abs(np.asarray(left, float) - np.asarray(right, float)).max(initial=0.0))
         least = 20 * self.tolerance(kind)

@@ -102,7 +102,8 @@ class Service:
         if verb == "retrieve_future":
             return self.retrieve(given, owner, headers)
         with self.changed:
-            run, now = getattr(self, f"run_{verb}", None), getattr(self, f"now_{verb}", None)
+            run: Any = getattr(self, f"run_{verb}", None)
+            now: Any = getattr(self, f"now_{verb}", None)
             if run is None and now is None:
                 raise Refused(404, f"POST {path} is not served here")
             digest = short(f"{path} {headers.get('content-type')} {base64.b64encode(body).decode()}")
@@ -129,7 +130,7 @@ class Service:
 
     def enqueue(self, run: Callable[[Model, Json], Json], given: Json, owner: str, digest: str) -> Json:
         """The promise of a request to a model. Requests run in the order of their numbers, each once."""
-        seq = given.get("seq_id")
+        seq: Any = given.get("seq_id")
         if given.get("session_id") is not None:  # create_model, or load_weights in its place
             self.own(self.sessions, given["session_id"], owner)
             model_id, seq = f"{given['session_id']}:train:{int(given['model_seq_id'])}", 0

@@ -146,7 +146,8 @@ def sample(weights: np.ndarray, given: Json, name: str, over: Callable[[], bool]
     seed = int(short(name), 16) if params.get("seed") is None else abs(params["seed"])
     rows, matrix, sequences = hidden(prompt), UNEMBEDDING + weights, []
     for index in range(count):
-        numbers, state, tokens, scores = np.random.default_rng([seed, index]), rows[-1], [], []
+        numbers, state, scores = np.random.default_rng([seed, index]), rows[-1], []
+        tokens: list[int] = []
         while len(tokens) < limit and not (tokens and tokens[-1] in ends):
             require(not over(), "cancelled by the client")
             scores.append(log_softmax(state @ matrix))

@@ -90,7 +90,7 @@ def request_of(body: bytes) -> Json:
         chunks: list[Json] = []
         for part in datum.model_input:
             kind = part.WhichOneof("chunk")
-            tokens = np.frombuffer(part.encoded_text.tokens, np.int32) if kind == "encoded_text" else []
+            tokens: Any = np.frombuffer(part.encoded_text.tokens, np.int32) if kind == "encoded_text" else []
             chunks.append({"type": kind, "tokens": tokens})
         inputs = {name: read_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()}
         data.append({"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs})
