@@ -359,6 +359,14 @@ BUGS = [
         "finish()",
     ),
     bug(
+        "noise_above_the_cap",
+        "log-probabilities depend on how many datums are sent together",
+        "accumulation.noise[forward]",
+        "logprobs = every[np.arange(len(tokens)), targets]",
+        'logprobs = every[np.arange(len(tokens)), targets] - 1e-4 * len(given["data"])',
+        related=("wire.ragged_batches",),
+    ),
+    bug(
         "user_errors_are_the_servers",
         "a wrong request fails in the category 'server'",
         "losses.unknown_loss[no_such_loss]",
