@@ -13,20 +13,25 @@ if TYPE_CHECKING:
     from skyrl_train.cluster.placement import Placement, Slot
     from skyrl_train.cluster.reward_model import RayScorer
     from skyrl_train.cluster.session import RaySession, gpus_of_cluster, wait_for_room
+    from skyrl_train.cluster.stored import DataWorker, RayPlane, StoredArrays, put_arrays
 
 __all__ = [
+    "DataWorker",
     "EngineGroup",
     "GroupEngine",
     "Placement",
     "RayLearner",
+    "RayPlane",
     "RayScorer",
     "RaySession",
     "RayWorkers",
     "RemoteActor",
     "SentImages",
     "Slot",
+    "StoredArrays",
     "gpus_of_cluster",
     "pack",
+    "put_arrays",
     "start_learner",
     "unpack",
     "wait_for_room",

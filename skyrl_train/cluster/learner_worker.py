@@ -1,6 +1,7 @@
 """One rank of a learner: what runs inside a Ray actor, and how a batch gets there and back.
 
-A batch travels as flat numpy arrays in the object store, which readers map without copying.
+A batch travels as flat numpy arrays in the object store, which readers map without copying, or as references to such: a rank
+fetches its rows then, and leaves its scores of them in the store.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 from skyrl_train.batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch.plane import Piece, ReferencedColumns
 from skyrl_train.batch.steps import LossDenominators, MiniBatch
 from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.cluster.images import Sent, SentImages, arrived
+from skyrl_train.cluster.stored import put_arrays
 from skyrl_train.distributed import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import CollectiveError, SaveError, SkyrlTrainError
-from skyrl_train.interfaces import HeldState
+from skyrl_train.interfaces import HeldState, ScoreMethod
 from skyrl_train.learner import PolicyLearner, build_learner, build_strategy, take_weights
 from skyrl_train.learner.memory import make_meter, size_micro_batches
 from skyrl_train.model.layers import set_numerics
@@ -50,10 +53,20 @@ _SHARED_FOLDER_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToScore:
+    """Rows whose scores stay with the rank that computes them."""
+
+    rows: Shipped
+    method: ScoreMethod
+    names: tuple[str, ...]
+    """Of the columns that the scores become; what has none is not kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shipped:
     """A rank's rows on their way. torch tensors would be copied, numpy arrays are not."""
 
-    token_columns: Mapping[str, NDArray[Any]]
+    token_columns: Mapping[str, NDArray[Any]] | ReferencedColumns
     row_columns: Mapping[str, NDArray[Any]]
     row_offsets: NDArray[np.int64]
     metadata: BatchMetadata
@@ -65,8 +78,11 @@ class Shipped:
 
 def pack(batch: TrainingInputBatch, images: SentImages, denominators: LossDenominators | None = None) -> Shipped:
     """Return the rows as arrays that share their memory; `images` are those that were sent before."""
+    columns = batch.token_columns
     return Shipped(
-        token_columns={name: column.numpy() for name, column in batch.token_columns.items()},
+        token_columns=columns
+        if isinstance(columns, ReferencedColumns)
+        else {name: column.numpy() for name, column in columns.items()},
         row_columns={name: column.numpy() for name, column in batch.row_columns.items()},
         row_offsets=batch.row_offsets.numpy(),
         metadata=replace(batch.metadata, images=()),
@@ -79,8 +95,11 @@ def unpack(shipped: Shipped) -> TrainingInputBatch:
     """Return the rows as tensors over the arrays' memory, which is read-only; no operation of a batch writes in place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        columns = shipped.token_columns
         return TrainingInputBatch(
-            token_columns={name: torch.from_numpy(array) for name, array in shipped.token_columns.items()},
+            token_columns=columns.here()
+            if isinstance(columns, ReferencedColumns)
+            else {name: torch.from_numpy(array) for name, array in columns.items()},
             row_columns={name: torch.from_numpy(array) for name, array in shipped.row_columns.items()},
             row_offsets=torch.from_numpy(shipped.row_offsets),
             metadata=replace(shipped.metadata, images=arrived(shipped.images)),
@@ -117,6 +136,12 @@ class LearnerRank:
     def forward_sum_pi_squared(self, rows: Shipped) -> Scores:
         """Return the policy's sums of squared probabilities."""
         return _numpy(self._policy().forward_sum_pi_squared(unpack(rows)))
+
+    def hold_scores(self, asked: ToScore) -> Piece:
+        """Return where the scores of the rows are, each column `[num_tokens]` float32."""
+        found = np.asarray(getattr(self, asked.method)(asked.rows)).reshape(-1, len(asked.names))
+        source = put_arrays({name: np.ascontiguousarray(each) for name, each in zip(asked.names, found.T) if name})
+        return Piece(source, asked.rows.row_offsets)
 
     def forward_backward(self, rows: Shipped) -> StepMetrics:
         """Return the metrics of this rank's rows."""

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.layouts import CostModel
+from skyrl_train.batch.plane import Layer, ReferencedColumns
 from skyrl_train.batch.steps import MiniBatch, Together, computed_together, stage
 from skyrl_train.cluster.calls import HEALTH, SAVES, RemoteActor
 from skyrl_train.cluster.endpoints import ActorGroup, stored
 from skyrl_train.cluster.images import SentImages
-from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, Scores, Shipped, pack
+from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, Scores, Shipped, ToScore, pack
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.config.derived import LearnerSettings
@@ -29,7 +30,7 @@ from skyrl_train.config.models import PlacementConfig
 from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.endpoints import Endpoint, Phase, Rendezvous, meeting_point
 from skyrl_train.errors import ConfigError, ModelError, SaveError, SkyrlTrainError, Violation
-from skyrl_train.interfaces import HeldState
+from skyrl_train.interfaces import HeldState, ScoreMethod
 from skyrl_train.system.files import FileSums
 from skyrl_train.telemetry import StepMetrics, merge_metrics
 from skyrl_train.weight_sync import DeviceSharing
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from skyrl_train.learner.memory import SizingLimits, SizingReport
 
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class RayLearner:
@@ -87,6 +89,16 @@ class RayLearner:
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         """Return sums of squared probabilities in place of log-probabilities."""
         return self._scores(LearnerRank.forward_sum_pi_squared, batch)
+
+    def hold_scores(self, batch: TrainingInputBatch, names: tuple[str, ...], method: ScoreMethod) -> Layer:
+        """Have each rank score its rows and keep the numbers; see `HoldsScores`."""
+        self._on_devices()
+        staged = stage(batch, self._num_shares, cost=self._cost, together=self._together)
+        shares = [ToScore(rows=pack(shard, self._images), method=method, names=names) for shard in staged.shards]
+        pieces = _on_shares(self._ranks, LearnerRank.hold_scores, "score", shares)
+        dtypes = dict.fromkeys(filter(None, names), torch.float32)
+        found = Layer.of(pieces, dtypes, staged.order.numpy())
+        return found.take(np.arange(batch.num_rows)) if staged.num_dummy_rows else found
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Have each rank add the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
@@ -161,11 +173,18 @@ class RayLearner:
 
 
 def _on_shares(
-    ranks: Endpoint[LearnerRank], method: Callable[[LearnerRank, Shipped], R], phase: Phase, shares: Sequence[Shipped]
+    ranks: Endpoint[LearnerRank], method: Callable[[LearnerRank, S], R], phase: Phase, shares: Sequence[S]
 ) -> list[R]:
     """Have every rank do `method` with its share; the results by share, as ranks that compute together answer alike."""
     each = len(ranks.nodes) // len(shares)
-    return ranks.begin_each(method, phase, [ref for ref in map(stored, shares) for _ in range(each)]).wait()[::each]
+    return ranks.begin_each(method, phase, [ref for ref in map(sent, shares) for _ in range(each)]).wait()[::each]
+
+
+def sent(share: S) -> S:
+    """Return a share as an argument: as it is where it is references, else a reference to it in the object store."""
+    rows = share.rows if isinstance(share, ToScore) else share
+    by_reference = isinstance(rows, Shipped) and isinstance(rows.token_columns, ReferencedColumns)
+    return share if by_reference else stored(share)
 
 
 def start_learner(

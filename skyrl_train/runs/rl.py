@@ -143,6 +143,7 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
                 console.on_progress,
             ),
             capsules=attempt.capsules(loop),
+            plane=None if host.cluster is None else host.cluster.data_plane(config.platform.num_threads),
         ).train
 
     def goodbye(self, config: Config, result: TrainingResult, folder: RunFolder) -> list[str]:

@@ -120,7 +120,7 @@ class RolloutLog:
 
     def _write_train(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
         settings = self._settings
-        found = columns_by_turn(rollouts, batch)
+        found = columns_by_turn(rollouts, batch.here())
         columns: FloatColumns = {name: found[name] for name in settings.columns if name in found}
         if settings.sample_fraction < 1:
             rollouts, columns = sampled(rollouts, columns, settings.sample_fraction)

@@ -269,7 +269,7 @@ def speed_metrics(timings: Mapping[str, float], batch: TrainingInputBatch) -> di
     """Rates, under `timing/` as all that depends on the machine is."""
     rates = {
         "timing/tokens_per_s": (batch.num_tokens, timings.get("timing/step", 0.0)),
-        "timing/generated_tokens_per_s": (int(batch["loss_mask"].sum()), timings.get("timing/generate", 0.0)),
+        "timing/generated_tokens_per_s": (int(batch.loss_tokens().sum()), timings.get("timing/generate", 0.0)),
     }
     return {name: tokens / seconds for name, (tokens, seconds) in rates.items() if seconds > 0}
 

@@ -14,6 +14,7 @@ from skyrl_train.cluster import (
     GroupEngine,
     Placement,
     RayLearner,
+    RayPlane,
     RayScorer,
     RaySession,
     RayWorkers,
@@ -111,6 +112,12 @@ class Cluster:
             room=vllm.most_sequences(on_gpu=settings.platform.on_gpu),
         )
         return Engines(engine=engine, transport=sync, sharing=sharing, group=group)
+
+    def data_plane(self, num_threads: int) -> RayPlane:
+        """Return what has the arrays of training rows, with a worker on each node."""
+        plane = RayPlane(self.session, self._settings, num_threads=num_threads)
+        self._stack.callback(plane.close)
+        return plane
 
     def environment_workers(self, environment: EnvironmentConfig) -> RayWorkers:
         """Return what starts worker processes of environments, on all nodes."""

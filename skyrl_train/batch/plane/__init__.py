@@ -1,0 +1,23 @@
+"""The data plane: arrays of rollouts and rows by reference, and what computes with them where they are."""
+
+from skyrl_train.system import lazily
+
+TYPE_CHECKING = False  # as type checkers know it
+if TYPE_CHECKING:
+    from skyrl_train.batch.plane.plane import DataPlane, InProcess, added_columns
+    from skyrl_train.batch.references import Arrays, ArraysHere, Layer, Piece, ReferencedColumns
+    from skyrl_train.batch.training_batch import by_reference
+
+__all__ = [
+    "Arrays",
+    "ArraysHere",
+    "DataPlane",
+    "InProcess",
+    "Layer",
+    "Piece",
+    "ReferencedColumns",
+    "added_columns",
+    "by_reference",
+]
+
+__getattr__ = lazily(__name__)

@@ -1,0 +1,75 @@
+"""Where the arrays of training rows lie, and what computes with them: in this process, or (`cluster/plane.py`) elsewhere.
+
+    loop      hold(batch) --> add_columns(estimate, batch) --> ask(batch_metrics, batch) --> ...
+    in Ray    put once        computed where arrays are, put    read there, numbers come back
+
+The loop is the same in both: it plans on facts of rows, and hands functions of their tokens to the plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
+
+from skyrl_train.batch.training_batch import TrainingInputBatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DataPlane(Protocol):
+    """What holds arrays, and does what reads them. Functions are those of modules, since their names travel."""
+
+    def hold(self, batch: TrainingInputBatch) -> TrainingInputBatch:
+        """Return the batch, its token columns where whoever computes with them finds them."""
+        ...
+
+    def add_columns(
+        self,
+        function: Callable[Concatenate[TrainingInputBatch, P], TrainingInputBatch],
+        batch: TrainingInputBatch,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> TrainingInputBatch:
+        """Return `function(batch, ...)`, which gives the same rows with further columns. Raises what it raises."""
+        ...
+
+    def ask(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return `function(...)`, whose answer is small. Raises what it raises."""
+        ...
+
+
+class InProcess:
+    """Implements `DataPlane` in this process, where references are the arrays themselves."""
+
+    def hold(self, batch: TrainingInputBatch) -> TrainingInputBatch:
+        """Return the batch."""
+        return batch
+
+    def add_columns(
+        self,
+        function: Callable[Concatenate[TrainingInputBatch, P], TrainingInputBatch],
+        batch: TrainingInputBatch,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> TrainingInputBatch:
+        """Do it."""
+        return function(batch, *args, **kwargs)
+
+    def ask(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do it."""
+        return function(*args, **kwargs)
+
+
+def added_columns(
+    before: TrainingInputBatch, after: TrainingInputBatch
+) -> tuple[dict[str, Tensor], TrainingInputBatch]:
+    """Return the token columns of `after` that `before` lacks, or has otherwise, and `after` with the old ones alone."""
+    known = before.token_columns
+    added = {name: column for name, column in after.token_columns.items() if known.get(name) is not column}
+    return added, replace(after, token_columns=known)
