@@ -189,7 +189,7 @@ class TrainingInputBatch:
     def loss_tokens(self) -> Tensor:
         """int64 `[num_rows]`: how many of a row's tokens have `loss_mask`."""
         if isinstance(self.token_columns, ReferencedColumns):
-            return torch.from_numpy(self.token_columns.loss_tokens)
+            return torch.from_numpy(self.token_columns.loss_tokens.copy())
         # Differences of running totals count rows without any such token, too, and make no float of a count.
         before = torch.zeros(self.num_tokens + 1, dtype=torch.int64, device=self.row_offsets.device)
         torch.cumsum(self["loss_mask"], dim=0, out=before[1:])

@@ -121,7 +121,8 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         interval = config.trainer.algorithm.ref_update_interval
         models = checkpointed_models(learners, attempt.start, ref_update_interval=interval)
         loop = attempt.loop(models, draw=draw_learning_curve, activity=activity)
-        rollout_log = open_rollout_log(config, attempt.folder, stack)
+        plane = None if host.cluster is None else host.cluster.data_plane(config.platform.num_threads)
+        rollout_log = open_rollout_log(config, attempt.folder, stack, plane)
         return PPOTrainer(
             loop=loop,
             settings=ppo_settings(config),
@@ -143,7 +144,7 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
                 console.on_progress,
             ),
             capsules=attempt.capsules(loop),
-            plane=None if host.cluster is None else host.cluster.data_plane(config.platform.num_threads),
+            plane=plane,
         ).train
 
     def goodbye(self, config: Config, result: TrainingResult, folder: RunFolder) -> list[str]:

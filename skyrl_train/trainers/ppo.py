@@ -121,8 +121,12 @@ class PPOTrainer:
                         generated = self._generate(step)
                     known.rollouts = generated.rollouts
                     with loop.phase("assemble"):
-                        batch = known.batch = self.plane.hold(
-                            steps.assemble(generated.rollouts, settings.assembly, step=step, weight_version=step - 1)
+                        batch = known.batch = self.plane.make_rows(
+                            steps.assemble,
+                            generated.rollouts,
+                            settings.assembly,
+                            step=step,
+                            weight_version=step - 1,
                         )
                     with loop.phase("score"):
                         batch = known.batch = steps.score(
@@ -186,7 +190,14 @@ class PPOTrainer:
         position = self.state.data_position
         if self.stream is not None:
             return steps.take(self.stream, self.settings, position=position)
-        return steps.generate(self.generator, self._prompts_of(step), self.settings, step=step, position=position)
+        return steps.generate(
+            self.generator,
+            self._prompts_of(step),
+            self.settings,
+            step=step,
+            position=position,
+            hold=self.plane.hold,
+        )
 
     def _finish_step(
         self, step: int, generated: steps.Generated, batch: TrainingInputBatch, update: steps.Update

@@ -93,7 +93,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Rewards, groups, the environments' own numbers, turns, lengths, stop reasons and failures."""
     kept = [trajectory for trajectory in rollouts.trajectories if not trajectory.failed]
     turns = [turn for trajectory in kept for turn in trajectory.turns]
-    contexts = [t.prompt_lengths()[-1] + len(t.turns[-1].response_token_ids) for t in kept]
+    contexts = [t.prompt_lengths()[-1] + t.turns[-1].num_response_tokens for t in kept]
     return {
         **spread("reward", [trajectory.reward for trajectory in kept], "mean", "std", "max", "min"),
         **_component_metrics(kept),

@@ -125,9 +125,16 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 
 
 def generate(
-    generator: Generator, prompts: PromptBatches, settings: PPOSettings, *, step: int, position: int
+    generator: Generator,
+    prompts: PromptBatches,
+    settings: PPOSettings,
+    *,
+    step: int,
+    position: int,
+    hold: Callable[[RolloutBatch], RolloutBatch] | None = None,
 ) -> Generated:
-    """The rollouts of training step `step`, whose prompts begin at batch `position`.
+    """The rollouts of training step `step`, whose prompts begin at batch `position`. What `hold` gives takes the place of
+    what was generated (`DataPlane.hold`).
 
     With dynamic sampling, batches are generated until enough prompts have differing rewards; DataError where none do.
     A prompt that comes again in a later batch of the same step is sampled again. Recorded rollouts are what a step was
@@ -145,6 +152,7 @@ def generate(
             global_step=step,
             purpose=f"train-{len(parts)}" if parts else "train",
         )
+        part = part if hold is None else hold(part)
         if needs_greedy_sample(trainer.algorithm) and not generator.is_recorded:
             part = with_greedy_rewards(part, _greedy(generator, part.prompts, settings, step=step, number=len(parts)))
         parts.append(part)

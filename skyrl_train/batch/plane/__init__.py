@@ -5,6 +5,15 @@ from skyrl_train.system import lazily
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.batch.plane.plane import DataPlane, InProcess, added_columns
+    from skyrl_train.batch.plane.rollouts import (
+        PlacedRollouts,
+        StoredTurn,
+        arrays_of,
+        facts_in,
+        is_storable,
+        placed,
+        trajectories_of,
+    )
     from skyrl_train.batch.references import Arrays, ArraysHere, Layer, Piece, ReferencedColumns
     from skyrl_train.batch.training_batch import by_reference
 
@@ -15,9 +24,16 @@ __all__ = [
     "InProcess",
     "Layer",
     "Piece",
+    "PlacedRollouts",
     "ReferencedColumns",
+    "StoredTurn",
     "added_columns",
+    "arrays_of",
     "by_reference",
+    "facts_in",
+    "is_storable",
+    "placed",
+    "trajectories_of",
 ]
 
 __getattr__ = lazily(__name__)

@@ -1,7 +1,7 @@
 """Where the arrays of training rows lie, and what computes with them: in this process, or (`cluster/plane.py`) elsewhere.
 
-    loop      hold(batch) --> add_columns(estimate, batch) --> ask(batch_metrics, batch) --> ...
-    in Ray    put once        computed where arrays are, put    read there, numbers come back
+    loop      hold(rollouts) --> make_rows(assemble, ...) --> add_columns(estimate, batch) --> ask(batch_metrics, batch)
+    in Ray    put once           computed where arrays are, and put there                       read there, numbers come back
 
 The loop is the same in both: it plans on facts of rows, and hands functions of their tokens to the plane.
 """
@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from torch import Tensor
 
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.types import RolloutBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,8 +24,20 @@ R = TypeVar("R")
 class DataPlane(Protocol):
     """What holds arrays, and does what reads them. Functions are those of modules, since their names travel."""
 
-    def hold(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Return the batch, its token columns where whoever computes with them finds them."""
+    def hold(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """Return the rollouts, their tokens and texts where whoever reads them finds them."""
+        ...
+
+    def make_rows(
+        self,
+        function: Callable[Concatenate[RolloutBatch, P], TrainingInputBatch],
+        rollouts: RolloutBatch,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> TrainingInputBatch:
+        """Return `function(rollouts, ...)`, its token columns where whoever computes with them finds them. Raises what it
+        raises."""
         ...
 
     def add_columns(
@@ -42,13 +55,29 @@ class DataPlane(Protocol):
         """Return `function(...)`, whose answer is small. Raises what it raises."""
         ...
 
+    def save(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do `function(...)`, which writes files, beside whatever else is asked. Raises what it raises; SaveError or OSError
+        where a disk does not take it."""
+        ...
+
 
 class InProcess:
     """Implements `DataPlane` in this process, where references are the arrays themselves."""
 
-    def hold(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Return the batch."""
-        return batch
+    def hold(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """Return the rollouts."""
+        return rollouts
+
+    def make_rows(
+        self,
+        function: Callable[Concatenate[RolloutBatch, P], TrainingInputBatch],
+        rollouts: RolloutBatch,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> TrainingInputBatch:
+        """Do it."""
+        return function(rollouts, *args, **kwargs)
 
     def add_columns(
         self,
@@ -64,6 +93,10 @@ class InProcess:
     def ask(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do it."""
         return function(*args, **kwargs)
+
+    def save(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do it."""
+        function(*args, **kwargs)
 
 
 def added_columns(
