@@ -464,7 +464,8 @@ class Trajectory:
         for index, turn in enumerate(self.turns):
             if turn.parent is not None and not 0 <= turn.parent < index:
                 raise ValueError(f"{name}, turn {index}: its parent must be an earlier turn or None; got {turn.parent}")
-        object.__setattr__(self, "teacher_prompt_token_ids", token_ids(self.teacher_prompt_token_ids))
+        if self.teacher_prompt_token_ids is not NO_IDS:
+            object.__setattr__(self, "teacher_prompt_token_ids", token_ids(self.teacher_prompt_token_ids))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trajectory) and is_equal(self, other)

@@ -106,6 +106,18 @@ class Layer:
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSharing:
+    """What rows have in common, found where their tokens are."""
+
+    facts: Any
+    """`RowFacts` (`batch/planner/rows.py`) of all rows that were made together."""
+    merge_turns: bool
+    """Whether `facts.hosts` say which rows others compute."""
+    rows: Rows
+    """int64 `[num_rows]`: which of them the rows of a batch are; from `facts.num_rows` on, dummy rows."""
+
+
 class ReferencedColumns(Mapping[str, Tensor]):
     """The token columns of a batch, which are read when they are asked for."""
 
@@ -117,6 +129,7 @@ class ReferencedColumns(Mapping[str, Tensor]):
         *,
         pad_values: Mapping[str, Any],
         spread: Mapping[str, NDArray[np.float64]] | None = None,
+        sharing: RowSharing | None = None,
     ) -> None:
         """
         Args:
@@ -125,9 +138,10 @@ class ReferencedColumns(Mapping[str, Tensor]):
             loss_tokens: int64 `[num_rows]`: tokens with `loss_mask`.
             pad_values: Of each column, for dummy rows.
             spread: Columns that hold one number for all tokens with loss of a row, float64 `[num_rows]`, and 0 elsewhere.
+            sharing: What rows have in common, if it was looked for.
         """
         self.layers, self.row_offsets, self.loss_tokens = tuple(layers), row_offsets, loss_tokens
-        self.spread, self._pad_values = dict(spread or {}), pad_values
+        self.spread, self._pad_values, self.sharing = dict(spread or {}), pad_values, sharing
         self.dtypes: dict[str, torch.dtype] = {}
         for layer in self.layers:
             self.dtypes |= layer.dtypes
@@ -159,15 +173,18 @@ class ReferencedColumns(Mapping[str, Tensor]):
             row_offsets=row_offsets,
             loss_tokens=self.loss_tokens[rows],
             spread={name: values[rows] for name, values in self.spread.items()},
+            sharing=self.sharing and replace(self.sharing, rows=self.sharing.rows[rows]),
         )
 
     def padded(self, count: int, row_offsets: Rows) -> ReferencedColumns:
         """Return so many dummy rows more, with which the offsets are `row_offsets`."""
+        sharing, dummies = self.sharing, np.zeros(count, np.int64)
         return self._with(
             layers=[layer.padded(count) for layer in self.layers],
             row_offsets=row_offsets,
-            loss_tokens=np.concatenate([self.loss_tokens, np.zeros(count, np.int64)]),
+            loss_tokens=np.concatenate([self.loss_tokens, dummies]),
             spread={name: np.concatenate([values, np.zeros(count)]) for name, values in self.spread.items()},
+            sharing=sharing and replace(sharing, rows=np.concatenate([sharing.rows, dummies + sharing.facts.num_rows])),
         )
 
     def without(self, names: Sequence[str]) -> ReferencedColumns:
@@ -206,6 +223,7 @@ class ReferencedColumns(Mapping[str, Tensor]):
             "row_offsets": self.row_offsets,
             "loss_tokens": self.loss_tokens,
             "spread": self.spread,
+            "sharing": self.sharing,
         }
         return ReferencedColumns(pad_values=self._pad_values, **{**known, **changes})
 

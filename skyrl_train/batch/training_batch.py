@@ -21,7 +21,7 @@ from torch import Tensor
 
 from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, padded_metadata
 from skyrl_train.batch.batch_metadata import BatchMetadata as BatchMetadata
-from skyrl_train.batch.references import Layer, ReferencedColumns
+from skyrl_train.batch.references import Layer, ReferencedColumns, RowSharing
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean
 
@@ -353,9 +353,15 @@ def batch_of_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> TrainingInpu
 PAD_VALUES = {name: spec.pad_value for name, spec in SCHEMA.items() if spec.per == "token"}
 
 
-def by_reference(layer: Layer, batch: TrainingInputBatch) -> TrainingInputBatch:
+def by_reference(layer: Layer, batch: TrainingInputBatch, sharing: RowSharing | None = None) -> TrainingInputBatch:
     """Return the batch, whose token columns are here, with those of `layer` in their place, which has all of them."""
-    columns = ReferencedColumns([layer], batch.row_offsets.numpy(), batch.loss_tokens().numpy(), pad_values=PAD_VALUES)
+    columns = ReferencedColumns(
+        [layer],
+        batch.row_offsets.numpy(),
+        batch.loss_tokens().numpy(),
+        pad_values=PAD_VALUES,
+        sharing=sharing,
+    )
     return replace(batch, token_columns=columns)
 
 

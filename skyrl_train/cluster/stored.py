@@ -34,6 +34,7 @@ from skyrl_train.batch.plane import (
     Layer,
     Piece,
     PlacedRollouts,
+    RowSharing,
     added_columns,
     arrays_of,
     by_reference,
@@ -42,6 +43,8 @@ from skyrl_train.batch.plane import (
     placed,
     trajectories_of,
 )
+from skyrl_train.batch.planner import facts_of
+from skyrl_train.batch.steps import Together
 from skyrl_train.cluster.calls import HEALTH, SAVES, Answer, Identity, RemoteActor, own_identity
 from skyrl_train.cluster.endpoints import ActorGroup, Served
 from skyrl_train.cluster.session import RaySession, forwarded_environment
@@ -165,9 +168,10 @@ class DataWorker:
         rollouts: PlacedRollouts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        together: Together,
     ) -> TrainingInputBatch:
-        """Return the rows of rollouts, their token columns by reference."""
-        return put_batch(function(rollouts.here(), *args, **kwargs))
+        """Return the rows of rollouts, their token columns by reference; and what they share within a unit of `together`."""
+        return put_batch(function(rollouts.here(), *args, **kwargs), together)
 
     def add_columns(
         self,
@@ -195,8 +199,12 @@ class DataWorker:
 class RayPlane:
     """Implements `DataPlane` with the object store and a worker on each node. May be used from several threads."""
 
-    def __init__(self, session: RaySession, placement: PlacementConfig, *, num_threads: int) -> None:
-        """Start the workers and return at once; who needs them first waits for them."""
+    def __init__(
+        self, session: RaySession, placement: PlacementConfig, *, num_threads: int, together: Together = "row"
+    ) -> None:
+        """Start the workers and return at once; who needs them first waits for them. `together`: within what unit rows that
+        ranks are given share computation, which is looked for where the tokens are."""
+        self._together = together
         env, secrets = session.runtime_env(num_threads), forwarded_environment(secret=True)
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         actors = [
@@ -222,13 +230,16 @@ class RayPlane:
 
     def hold(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Put the arrays of rollouts into the store, in pieces of whole prompts. Those that are there stay as they are, and
-        so do those that arrays of plain types cannot hold."""
+        so do those that arrays of plain types cannot hold: with images, or with messages that JSON does not know."""
         if placed(rollouts) is not None or not is_storable(rollouts):
             return rollouts
         size, found = rollouts.n_samples_per_prompt, list[Trajectory]()
         lengths = [sum(turn.num_response_tokens for turn in each.turns) for each in rollouts.trajectories]
         for start, stop in _spans(np.cumsum([0, *lengths]), range(size, len(lengths) + 1, size)):
-            arrays = arrays_of(rollouts.trajectories[start:stop])
+            try:
+                arrays = arrays_of(rollouts.trajectories[start:stop])
+            except TypeError:
+                return rollouts
             found += trajectories_of(put_arrays(arrays), facts_in(arrays))
         return replace(rollouts, trajectories=tuple(found))
 
@@ -243,8 +254,8 @@ class RayPlane:
         """Have a worker do it, or do it here where the arrays are here, and put the token columns into the store."""
         there = placed(rollouts)
         if there is None:
-            return put_batch(function(rollouts, *args, **kwargs))
-        return self._worker().call(DataWorker.make_rows, "data", function, there, args, kwargs)[0]
+            return put_batch(function(rollouts, *args, **kwargs), self._together)
+        return self._worker().call(DataWorker.make_rows, "data", function, there, args, kwargs, self._together)[0]
 
     def add_columns(
         self,
@@ -291,12 +302,17 @@ class RayPlane:
         return self._group.of(DataWorker, [actor], concurrency_group=SAVES if saves else "")
 
 
-def put_batch(batch: TrainingInputBatch) -> TrainingInputBatch:
-    """Return a batch whose arrays are in the store, in pieces of whole prompts."""
+def put_batch(batch: TrainingInputBatch, together: Together) -> TrainingInputBatch:
+    """Return a batch whose arrays are in the store, in pieces of whole prompts, and what its rows share."""
+    sharing = None
+    if together != "row":
+        merges = together == "trajectory"
+        facts = facts_of(batch, layout="packed" if merges else "prefix_shared", merge_turns=merges)
+        sharing = RowSharing(facts=facts, merge_turns=merges, rows=np.arange(batch.num_rows))
     spans = _spans(batch.row_offsets.numpy(), batch.metadata.prompt_end_indices or (batch.num_rows,))
     pieces = [_put_rows(batch, start, stop) for start, stop in spans]
     dtypes = {name: column.dtype for name, column in batch.token_columns.items()}
-    return by_reference(Layer.of(pieces, dtypes), batch)
+    return by_reference(Layer.of(pieces, dtypes), batch, sharing)
 
 
 def _read(given: Any) -> Any:

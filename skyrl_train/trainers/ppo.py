@@ -189,7 +189,7 @@ class PPOTrainer:
         """The rollouts to train on: made now, or taken from the stream."""
         position = self.state.data_position
         if self.stream is not None:
-            return steps.take(self.stream, self.settings, position=position)
+            return steps.take(self.stream, self.settings, position=position, hold=self.plane.hold)
         return steps.generate(
             self.generator,
             self._prompts_of(step),

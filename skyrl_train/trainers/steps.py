@@ -169,11 +169,19 @@ def generate(
         state = sampled.state
 
 
-def take(stream: RolloutStream, settings: PPOSettings, *, position: int) -> Generated:
-    """The next batch of rollouts of a stream. `position`: of the data, in whole batches that are settled."""
+def take(
+    stream: RolloutStream,
+    settings: PPOSettings,
+    *,
+    position: int,
+    hold: Callable[[RolloutBatch], RolloutBatch] | None = None,
+) -> Generated:
+    """The next batch of rollouts of a stream. `position`: of the data, in whole batches that are settled; `hold` as of
+    `generate`."""
     taken = stream.take()
+    rollouts = taken.rollouts if hold is None else hold(taken.rollouts)
     return Generated(
-        rollouts=shape_rewards(taken.rollouts, settings.trainer.algorithm.filters),
+        rollouts=shape_rewards(rollouts, settings.trainer.algorithm.filters),
         everything=taken.everything,
         num_prompt_batches=taken.settled.watermark // settings.trainer.train_batch_size - position,
         metrics=taken.metrics,

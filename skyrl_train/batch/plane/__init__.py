@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         placed,
         trajectories_of,
     )
-    from skyrl_train.batch.references import Arrays, ArraysHere, Layer, Piece, ReferencedColumns
+    from skyrl_train.batch.references import Arrays, ArraysHere, Layer, Piece, ReferencedColumns, RowSharing
     from skyrl_train.batch.training_batch import by_reference
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Piece",
     "PlacedRollouts",
     "ReferencedColumns",
+    "RowSharing",
     "StoredTurn",
     "added_columns",
     "arrays_of",

@@ -44,7 +44,8 @@ _TOKENS: dict[str, type[np.generic]] = {
 }
 """Columns of a turn's tokens."""
 _TEXTS = ("response_text", "more")
-"""In UTF-8: a turn's response, and as JSON its messages, where it has any."""
+"""In UTF-8: a turn's response, and as JSON its messages. What else is `known` of trajectories is JSON, too, a comma behind
+each."""
 _FACTS = ("num_turns", "sample", "outcome", "known", "parent", "reward", "stop", "runs", "experts_shape")
 """What the loop reads of arrays, beside the lengths of the columns of ids."""
 
@@ -158,7 +159,7 @@ def arrays_of(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
     lists["teacher"] = [each.teacher_prompt_token_ids for each in trajectories]
     lists["response_text"] = [_bytes(turn.response_text) for turn in turns]
     lists["more"] = [_json({"observations": turn.observations, "tool_calls": turn.tool_calls}) for turn in turns]
-    lists["known"] = [_json(_known(each)) for each in trajectories]
+    found["known"] = np.concatenate([*(_json(_known(each), end=",") for each in trajectories), np.empty(0, np.uint8)])
     lists["prompt_uid"] = [_bytes(each.prompt_uid) for each in trajectories]
     for name, parts in lists.items():
         dtype = _TOKENS.get(name, {"runs": np.int64, "teacher": np.int32}.get(name, np.uint8))
@@ -169,10 +170,7 @@ def arrays_of(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
 
 def facts_in(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return what a loop reads of arrays: about 100 bytes a turn."""
-    offsets = [
-        f"{name}/offsets"
-        for name in ("added_token_ids", "response_token_ids", "teacher", "known", "runs", "prompt_uid")
-    ]
+    offsets = [f"{name}/offsets" for name in ("added_token_ids", "response_token_ids", "teacher", "runs", "prompt_uid")]
     return {name: arrays[name] for name in (*_FACTS, "prompt_uid", *offsets) if name != "experts_shape"}
 
 
@@ -182,7 +180,7 @@ def trajectories_of(source: Arrays, facts: Mapping[str, NDArray[Any]]) -> list[T
     num_response = np.diff(facts["response_token_ids/offsets"]).tolist()
     parents, rewards, stops = (facts[name].tolist() for name in ("parent", "reward", "stop"))
     runs, run_offsets = facts["runs"], facts["runs/offsets"].tolist()
-    known, known_offsets = facts["known"].tobytes(), facts["known/offsets"].tolist()
+    known = json.loads(b"[" + facts["known"].tobytes()[:-1] + b"]")
     uids, uid_offsets = facts["prompt_uid"].tobytes(), facts["prompt_uid/offsets"].tolist()
     samples, outcomes = facts["sample"].tolist(), facts["outcome"].tolist()
     has_teacher = (np.diff(facts["teacher/offsets"]) > 0).tolist()
@@ -205,7 +203,7 @@ def trajectories_of(source: Arrays, facts: Mapping[str, NDArray[Any]]) -> list[T
         turn += count
         own = uids[uid_offsets[number] : uid_offsets[number + 1]].decode("utf-8", "surrogatepass")
         uid = uid if own == uid else own  # one text for all samples of a prompt
-        more = json.loads(known[known_offsets[number] : known_offsets[number + 1]])
+        more = known[number]
         failure = more.get("failure")
         found.append(
             Trajectory(
@@ -303,9 +301,9 @@ def _known(trajectory: Trajectory) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value or (name == "greedy_reward" and value is not None)}
 
 
-def _json(value: Mapping[str, Any]) -> NDArray[np.uint8]:
+def _json(value: Mapping[str, Any], *, end: str = "") -> NDArray[np.uint8]:
     there = {name: each for name, each in value.items() if each or each == 0.0}
-    return np.frombuffer(json.dumps(there, separators=(",", ":")).encode(), np.uint8)
+    return np.frombuffer((json.dumps(there, separators=(",", ":")) + end).encode(), np.uint8)
 
 
 def _bytes(text: str) -> NDArray[np.uint8]:

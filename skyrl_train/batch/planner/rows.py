@@ -228,7 +228,12 @@ Planner = Callable[[RowFacts], list[Forward]]
 
 
 def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bool) -> RowFacts:
-    """The facts of a batch's rows, without limits. Tokens are compared only where `layout` or merged turns ask for it."""
+    """The facts of a batch's rows, without limits. Tokens are compared only where `layout` or merged turns ask for it, and
+    not where that was done when the rows were made (`RowSharing`)."""
+    sharing = getattr(batch.token_columns, "sharing", None)
+    if sharing is not None and (sharing.facts.layout, sharing.merge_turns) == (layout, merge_turns):
+        known: RowFacts = sharing.facts.take(sharing.rows)
+        return replace(known, loss_tokens=batch.loss_tokens().numpy())
     bounds = batch.row_offsets.cpu().numpy()
     order, shared = np.arange(batch.num_rows), np.zeros(batch.num_rows, dtype=np.int64)
     if layout in ("prefix_shared", "auto"):

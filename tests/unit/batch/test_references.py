@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.plane import Layer, Piece, by_reference
+from skyrl_train.batch.plane import Layer, Piece, RowSharing, by_reference
 from skyrl_train.batch.planner.rows import facts_of
-from skyrl_train.batch.steps import close_mini_batch, stage
+from skyrl_train.batch.steps import Together, close_mini_batch, stage
 from skyrl_train.errors import BatchError
+from tests.support.batch_builders import make_batch as make_rows
 from tests.support.learner_cases import make_batch
 
 LENGTHS = [9, 4, 12, 7, 5, 16, 8]
@@ -111,6 +112,21 @@ def test_planning_a_step_reads_no_token() -> None:
         require_equal(found, expected)
     facts = facts_of(there, layout="packed", merge_turns=False)
     np.testing.assert_array_equal(facts.loss_tokens, facts_of(here, layout="packed", merge_turns=False).loss_tokens)
+
+
+@pytest.mark.parametrize("together", ["trajectory", "prompt"])
+def test_what_rows_share_is_known_without_their_tokens(together: Together) -> None:
+    ids = [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 9, 9], [7, 7], [7, 8, 8, 8, 8], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+    here = make_rows([("abbccdde"[row], [0, 0, 1, 2, 3, 4, 4, 5][row], tokens) for row, tokens in enumerate(ids)])
+    merges = together == "trajectory"
+    facts = facts_of(here, layout="packed" if merges else "prefix_shared", merge_turns=merges)
+    whole = Layer.of([piece(here, list(range(8)))], {name: each.dtype for name, each in here.token_columns.items()})
+    there = by_reference(whole, here, RowSharing(facts=facts, merge_turns=merges, rows=np.arange(8)))
+    for start, stop in [(0, 8), (1, 7), (3, 5)]:
+        found, expected = (stage(each.slice(start, stop), 2, together=together) for each in (there, here))
+        assert found.order.tolist() == expected.order.tolist()
+        assert sources(there)[0].num_reads == 0
+        assert torch.equal(found.row_offsets, expected.row_offsets)
 
 
 def test_a_share_holds_only_the_pieces_that_its_rows_lie_in_and_reads_each_once() -> None:
