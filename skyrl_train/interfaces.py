@@ -59,7 +59,7 @@ class ScoresDistributions(Protocol):
         ...
 
 
-ScoreMethod = Literal["forward", "forward_with_entropy", "forward_sum_pi_squared"]
+ScoreMethod = Literal["forward", "forward_base", "forward_with_entropy", "forward_sum_pi_squared"]
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ object store; `--by-value` asks them for each row, whose tokens and log-probabil
     driver CPU      of the process of the loop, all threads, of the best step; what is fixed per call is in it
     driver memory   what Python and numpy hold of a step's rollouts and rows when its update ends, by tracemalloc
     rows/s          of a whole step, log flushed; on a machine whose cores are fewer than the engines and ranks together
-    writer CPU      of the thread that reads what a step's log needs and writes it, a token
+    writer CPU      of the process that writes a step's log, while it does nothing else, a token
     worker CPU      of the process that assembles, estimates, measures and writes, a token
 """
 
@@ -36,17 +36,25 @@ import torch
 from synthetic_rollouts import make_rollouts
 
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.plane import InProcess, arrays_of, facts_in, trajectories_of
+from skyrl_train.batch.plane import DataPlane, arrays_of, facts_in, trajectories_of
 from skyrl_train.batch.steps import MiniBatch
-from skyrl_train.cluster import RayLearner, RayPlane, RaySession, put_arrays
-from skyrl_train.config import Config, RolloutsConfig
+from skyrl_train.cluster import (
+    ActorGroup,
+    LearnerRank,
+    RayLearner,
+    RayPlane,
+    RaySession,
+    RemoteActor,
+    Served,
+    put_arrays,
+)
+from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import PlacementConfig
 from skyrl_train.runs import assembly_settings
 from skyrl_train.telemetry import StepMetrics
 from skyrl_train.trainers import Learners, RolloutLog, batch_metrics, rollout_metrics, steps
-from skyrl_train.trainers.rollout_sink import write_training_rollouts
-from skyrl_train.types import GenerationOutput, Outcome, Prompt, RolloutBatch, StopReason, Trajectory
+from skyrl_train.types import GenerationOutput, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,9 +146,6 @@ class FakeRank:
     """The actor of a rank."""
 
     def __init__(self) -> None:
-        from skyrl_train.cluster.endpoints import Served
-        from skyrl_train.cluster.learner_worker import LearnerRank
-
         self._served = Served()
         self._served.add(LearnerRank, LearnerRank(FakeModel(), "policy"))  # type: ignore[arg-type]
 
@@ -155,8 +160,6 @@ class Run:
     """Engines, ranks and the plane of one session."""
 
     def __init__(self, args: argparse.Namespace, session: RaySession, placement: PlacementConfig) -> None:
-        from skyrl_train.cluster.calls import HEALTH, RemoteActor
-        from skyrl_train.cluster.endpoints import ActorGroup
         from skyrl_train.weight_sync import DeviceSharing
 
         self._args = args
@@ -168,7 +171,7 @@ class Run:
         self._engines = [ray.remote(FakeEngine).options(**options).remote() for _ in range(args.processes)]
         ranks = [
             RemoteActor(
-                handle=ray.remote(concurrency_groups={HEALTH: 1})(FakeRank).options(**options).remote(),
+                handle=ray.remote(concurrency_groups={"health": 1})(FakeRank).options(**options).remote(),
                 role="rank",
                 rank=rank,
                 log_folder=None,
@@ -176,7 +179,7 @@ class Run:
             for rank in range(args.ranks)
         ]
         self._learner = RayLearner(ActorGroup(placement, "policy", ranks), sharing=DeviceSharing())
-        self._plane = InProcess() if args.by_value else RayPlane(session, placement, num_threads=1)
+        self._plane = DataPlane() if args.by_value else RayPlane(session, placement, num_threads=1)
         ray.get([each.ready.remote() for each in self._engines])
         self._plane.ask(np.zeros, 1)
 
@@ -234,8 +237,6 @@ class Run:
         parts = [uids[n * per_engine : (n + 1) * per_engine] for n in range(args.engines)]
         trajectories: list[Trajectory] = []
         if args.by_value:
-            from skyrl_train.rollout.agent_loop import turn_of
-
             refs = [
                 self._at(n).generate.remote(n, per_engine, tokens, row)
                 for n in range(args.engines)
@@ -244,8 +245,15 @@ class Run:
             added = np.zeros(tokens // 5, np.int32)
             for number, ref in enumerate(refs):
                 output = ray.get(ref)
-                text = "word " * len(output.token_ids)
-                turn = turn_of(output, text, None, added, reward=float(number % 2))
+                turn = Turn(
+                    added_token_ids=added,
+                    response_token_ids=np.array(output.token_ids, dtype=np.int32),
+                    response_logprobs=np.array(output.logprobs, dtype=np.float32),
+                    response_text="word " * len(output.token_ids),
+                    reward=float(number % 2),
+                    stop_reason=output.stop_reason,
+                    weight_versions=output.weight_versions,
+                )
                 uid, sample = uids[number // size], number % size
                 trajectories.append(
                     Trajectory(prompt_uid=uid, sample_index=sample, turns=(turn,), outcome=Outcome.DONE)
@@ -275,7 +283,8 @@ class Run:
         )
         batch = verb("score", lambda: steps.score(batch, learners, config.trainer))
         batch = verb("estimate", lambda: plane.add_columns(steps.estimate, batch, algorithm, kl_coef=0.0, seed=1))
-        verb("log", lambda: (log.write(rollouts, batch, step=step), log.flush()))
+        log.write(rollouts, batch, step=step)
+        verb("log", log.flush)
         verb("update", lambda: steps.update(batch, learners, config.trainer, on_progress=lambda *_: None, plane=plane))
         verb("metrics", lambda: (rollout_metrics(rollouts), plane.ask(batch_metrics, batch, algorithm)))
         return rollouts, batch
@@ -292,10 +301,13 @@ def make_config(prompts: int, samples: int) -> Config:
 
 
 def seconds_of_writing(folder: Path, rollouts: RolloutBatch, batch: TrainingInputBatch) -> float:
-    """CPU seconds of the thread that writes a step's log."""
-    before = time.thread_time()
-    write_training_rollouts(folder, RolloutsConfig(), rollouts, batch, 1)
-    return time.thread_time() - before
+    """CPU seconds of the process that writes a step's log, while it does nothing else."""
+    log, before = RolloutLog(folder), time.process_time()
+    log.write(rollouts, batch, step=1)
+    log.flush()
+    seconds = time.process_time() - before
+    log.close()
+    return seconds
 
 
 def used_bytes() -> float:

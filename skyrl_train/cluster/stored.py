@@ -31,9 +31,11 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.plane import (
+    DataPlane,
     Layer,
     Piece,
     PlacedRollouts,
+    ReferencedColumns,
     RowSharing,
     added_columns,
     arrays_of,
@@ -196,8 +198,8 @@ class DataWorker:
         return rows, Layer.of([Piece(source, after.row_offsets.numpy())], dtypes)
 
 
-class RayPlane:
-    """Implements `DataPlane` with the object store and a worker on each node. May be used from several threads."""
+class RayPlane(DataPlane):
+    """The object store, and a worker on each node. May be used from several threads."""
 
     def __init__(
         self, session: RaySession, placement: PlacementConfig, *, num_threads: int, together: Together = "row"
@@ -303,13 +305,16 @@ class RayPlane:
 
 
 def put_batch(batch: TrainingInputBatch, together: Together) -> TrainingInputBatch:
-    """Return a batch whose arrays are in the store, in pieces of whole prompts, and what its rows share."""
+    """Return a batch whose arrays are in the store, in pieces of whole prompts, and what its rows share within a unit of
+    `together`; as it is where its arrays are there."""
+    if isinstance(batch.token_columns, ReferencedColumns):
+        return batch
     sharing = None
-    if together != "row":
+    if together != "row" and "position_ids" not in batch:
         merges = together == "trajectory"
         facts = facts_of(batch, layout="packed" if merges else "prefix_shared", merge_turns=merges)
         sharing = RowSharing(facts=facts, merge_turns=merges, rows=np.arange(batch.num_rows))
-    spans = _spans(batch.row_offsets.numpy(), batch.metadata.prompt_end_indices or (batch.num_rows,))
+    spans = _spans(batch.row_offsets.numpy(), batch.metadata.prompt_end_indices or range(1, batch.num_rows + 1))
     pieces = [_put_rows(batch, start, stop) for start, stop in spans]
     dtypes = {name: column.dtype for name, column in batch.token_columns.items()}
     return by_reference(Layer.of(pieces, dtypes), batch, sharing)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms import KLControllerState, next_state
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.plane import DataPlane, InProcess
+from skyrl_train.batch.plane import DataPlane
 from skyrl_train.data import Curriculum
 from skyrl_train.interfaces import Generator, ReportsMetrics, WeightTransport
 from skyrl_train.rollout import ConsumedPrompts
@@ -100,7 +100,7 @@ class PPOTrainer:
         keep steps so that they can be executed again; `plane` has the arrays of training rows, if they are not here."""
         self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
         self.curriculum, self.stream, self.capsules = curriculum, stream, capsules
-        self.plane: DataPlane = plane or InProcess()
+        self.plane: DataPlane = plane or DataPlane()
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
         self._warnings = StepWarnings(settings.trainer.algorithm, is_recorded=generator.is_recorded)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.plane import DataPlane, InProcess
+from skyrl_train.batch.plane import DataPlane
 from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRequested
 from skyrl_train.system import WorkerThread
@@ -60,7 +60,7 @@ class RolloutLog:
     ) -> None:
         """`plane`: where the arrays of training rollouts and rows are, if not here, and who writes them."""
         self._folder, self._settings = folder, settings or RolloutsConfig()
-        self._plane: DataPlane = plane or InProcess()
+        self._plane: DataPlane = plane or DataPlane()
         self._flush_timeout_s, self._close_timeout_s = flush_timeout_s, close_timeout_s
         self._thread = WorkerThread("rollout-log")
         self._pending: list[Future[Any]] = []

@@ -29,7 +29,7 @@ from skyrl_train.algorithms import (
 )
 from skyrl_train.batch import AssemblySettings, TrainingInputBatch
 from skyrl_train.batch import assemble as assemble_rows
-from skyrl_train.batch.plane import DataPlane, InProcess, ReferencedColumns
+from skyrl_train.batch.plane import DataPlane, ReferencedColumns
 from skyrl_train.batch.steps import MiniBatch, check_staleness, mini_batches
 from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import (
@@ -294,7 +294,7 @@ def update(
     Raises BatchError, before any of them, for a token that is older than `trainer.max_staleness` allows; NonFiniteError,
     naming the training step and the optimizer step: the update ends there.
     """
-    (plane or InProcess()).ask(check_staleness, batch)
+    (plane or DataPlane()).ask(check_staleness, batch)
     preparer = MiniBatchPreparer(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []

@@ -17,7 +17,7 @@ import torch
 from pyarrow.parquet import read_table
 
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.plane import InProcess, StoredTurn, arrays_of, facts_in, placed, trajectories_of
+from skyrl_train.batch.plane import DataPlane, StoredTurn, arrays_of, facts_in, placed, trajectories_of
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.stored import RayPlane, StoredArrays, put_arrays, put_durably
 from skyrl_train.config.models import PlacementConfig
@@ -64,7 +64,7 @@ def settings(folder: Path, prompts: int = 4) -> Any:
 
 
 def whole_step(
-    plane: RayPlane | InProcess, folder: Path, made: RolloutBatch
+    plane: RayPlane | DataPlane, folder: Path, made: RolloutBatch
 ) -> tuple[TrainingInputBatch, dict[str, float]]:
     """Rows, advantages, metrics and the log of one step."""
     config = settings(folder, len(made.prompts))
@@ -80,7 +80,7 @@ def whole_step(
 
 def test_a_step_is_that_of_one_process_to_the_last_bit(plane: RayPlane, tmp_path: Path) -> None:
     made = rollouts()
-    here, metrics_here = whole_step(InProcess(), tmp_path / "here", made)
+    here, metrics_here = whole_step(DataPlane(), tmp_path / "here", made)
     there, metrics_there = whole_step(plane, tmp_path / "there", made)
     assert all(isinstance(turn, StoredTurn) for each in plane.hold(made).trajectories for turn in each.turns)
     assert metrics_there == metrics_here

@@ -4,7 +4,7 @@ from skyrl_train.system import lazily
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.batch.plane.plane import DataPlane, InProcess, added_columns
+    from skyrl_train.batch.plane.plane import DataPlane, added_columns
     from skyrl_train.batch.plane.rollouts import (
         PlacedRollouts,
         StoredTurn,
@@ -14,14 +14,11 @@ if TYPE_CHECKING:
         placed,
         trajectories_of,
     )
-    from skyrl_train.batch.references import Arrays, ArraysHere, Layer, Piece, ReferencedColumns, RowSharing
+    from skyrl_train.batch.references import Layer, Piece, ReferencedColumns, RowSharing
     from skyrl_train.batch.training_batch import by_reference
 
 __all__ = [
-    "Arrays",
-    "ArraysHere",
     "DataPlane",
-    "InProcess",
     "Layer",
     "Piece",
     "PlacedRollouts",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -21,12 +21,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class DataPlane(Protocol):
-    """What holds arrays, and does what reads them. Functions are those of modules, since their names travel."""
+class DataPlane:
+    """What holds arrays, and does what reads them: this process, where references are the arrays themselves. Functions are
+    those of modules, since elsewhere their names travel."""
 
     def hold(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Return the rollouts, their tokens and texts where whoever reads them finds them."""
-        ...
+        return rollouts
 
     def make_rows(
         self,
@@ -38,45 +39,6 @@ class DataPlane(Protocol):
     ) -> TrainingInputBatch:
         """Return `function(rollouts, ...)`, its token columns where whoever computes with them finds them. Raises what it
         raises."""
-        ...
-
-    def add_columns(
-        self,
-        function: Callable[Concatenate[TrainingInputBatch, P], TrainingInputBatch],
-        batch: TrainingInputBatch,
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> TrainingInputBatch:
-        """Return `function(batch, ...)`, which gives the same rows with further columns. Raises what it raises."""
-        ...
-
-    def ask(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return `function(...)`, whose answer is small. Raises what it raises."""
-        ...
-
-    def save(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Do `function(...)`, which writes files, beside whatever else is asked. Raises what it raises; SaveError or OSError
-        where a disk does not take it."""
-        ...
-
-
-class InProcess:
-    """Implements `DataPlane` in this process, where references are the arrays themselves."""
-
-    def hold(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Return the rollouts."""
-        return rollouts
-
-    def make_rows(
-        self,
-        function: Callable[Concatenate[RolloutBatch, P], TrainingInputBatch],
-        rollouts: RolloutBatch,
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> TrainingInputBatch:
-        """Do it."""
         return function(rollouts, *args, **kwargs)
 
     def add_columns(
@@ -87,15 +49,16 @@ class InProcess:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> TrainingInputBatch:
-        """Do it."""
+        """Return `function(batch, ...)`, which gives the same rows with further columns. Raises what it raises."""
         return function(batch, *args, **kwargs)
 
     def ask(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do it."""
+        """Return `function(...)`, whose answer is small. Raises what it raises."""
         return function(*args, **kwargs)
 
     def save(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Do it."""
+        """Do `function(...)`, which writes files, beside whatever else is asked. Raises what it raises; SaveError or OSError
+        where a disk does not take it."""
         function(*args, **kwargs)
 
 
