@@ -24,7 +24,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
 
-Phase = Literal["start", "restart", "size", "generate", "score", "update", "sync", "checkpoint", "load", "export"]
+Phase = Literal[
+    "start", "restart", "size", "generate", "data", "score", "update", "sync", "checkpoint", "load", "export"
+]
 """What of a run a call belongs to, for error messages and deadlines."""
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_train.batch import TrainingInputBatch
+    from skyrl_train.batch.plane import Layer
     from skyrl_train.batch.steps import MiniBatch
     from skyrl_train.system.files import FileSums
     from skyrl_train.telemetry import StepMetrics
@@ -55,6 +56,19 @@ class ScoresDistributions(Protocol):
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         """Sum over the vocabulary of squared probabilities."""
+        ...
+
+
+ScoreMethod = Literal["forward", "forward_base", "forward_with_entropy", "forward_sum_pi_squared"]
+
+
+@runtime_checkable
+class HoldsScores(Protocol):
+    """A model that leaves the scores of rows where it computed them."""
+
+    def hold_scores(self, batch: TrainingInputBatch, names: tuple[str, ...], method: ScoreMethod) -> Layer:
+        """Return where the numbers are that `method` gives for each token of `batch`, whose columns are references; `names`
+        are those of the columns that they become; what has an empty one is not kept."""
         ...
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -75,7 +75,7 @@ def _column(values: ArrayLike, dtype: type[np.generic], num_dims: int = 1) -> ND
 
 def is_equal(left: Any, right: Any) -> bool:
     """Whether two records of one class agree in each field, columns element by element."""
-    for each in fields(left):
+    for each in (each for each in fields(left) if each.compare):
         one, other = getattr(left, each.name), getattr(right, each.name)
         if not (np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other):
             return False
@@ -204,6 +204,20 @@ class Turn:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return reduced(self)
 
+    @property
+    def num_added_tokens(self) -> int:
+        """Tokens that the prompt adds, known without reading them."""
+        return len(self.added_token_ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens of the response, known without reading them."""
+        return len(self.response_token_ids)
+
+    def with_reward(self, reward: float) -> Turn:
+        """Return the turn with another reward."""
+        return replace(self, reward=reward)
+
 
 def new_routing(
     routed: NDArray[np.int16], parent: int | None, added_token_ids: TokenIds, num_response_tokens: int
@@ -224,7 +238,7 @@ def find_parent(
     by image, the latest of equally long ones. Where there is none, the turn is a root and adds the whole prompt.
     """
     prompt = token_ids(prompt_token_ids)
-    lengths = [start + len(turn.response_token_ids) for start, turn in zip(prompt_lengths(turns), turns)]
+    lengths = [start + turn.num_response_tokens for start, turn in zip(prompt_lengths(turns), turns)]
     for index in sorted(range(len(turns)), key=lambda index: (lengths[index], index), reverse=True):
         same = lengths[index] <= len(prompt) and _begins_with(prompt, segments(turns, index))
         if same and context_images(turns, index) == between(images, 0, lengths[index]):
@@ -236,8 +250,8 @@ def prompt_lengths(turns: Sequence[Turn]) -> list[int]:
     """Return the number of prompt tokens of each turn of a trajectory."""
     lengths: list[int] = []
     for turn in turns:
-        before = 0 if turn.parent is None else lengths[turn.parent] + len(turns[turn.parent].response_token_ids)
-        lengths.append(before + len(turn.added_token_ids))
+        before = 0 if turn.parent is None else lengths[turn.parent] + turns[turn.parent].num_response_tokens
+        lengths.append(before + turn.num_added_tokens)
     return lengths
 
 
@@ -445,6 +459,9 @@ class Trajectory:
     """The first prompt with what only a teacher of the same weights is shown; empty where there is none."""
     greedy_reward: float | None = None
     """Reward of the greedy sample of the same prompt, where one was drawn as a baseline."""
+    stored: tuple[Any, int] | None = field(default=None, compare=False)
+    """Arrays that have the trajectory, and its number in them, where its turns are facts and their columns lie elsewhere
+    (`batch/plane/rollouts.py`)."""
 
     def __post_init__(self) -> None:
         name = f"trajectory {self.prompt_uid}/{self.sample_index}"
@@ -453,7 +470,8 @@ class Trajectory:
         for index, turn in enumerate(self.turns):
             if turn.parent is not None and not 0 <= turn.parent < index:
                 raise ValueError(f"{name}, turn {index}: its parent must be an earlier turn or None; got {turn.parent}")
-        object.__setattr__(self, "teacher_prompt_token_ids", token_ids(self.teacher_prompt_token_ids))
+        if self.teacher_prompt_token_ids is not NO_IDS:
+            object.__setattr__(self, "teacher_prompt_token_ids", token_ids(self.teacher_prompt_token_ids))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trajectory) and is_equal(self, other)

@@ -33,7 +33,7 @@ def is_cut_off(trajectory: Trajectory) -> bool:
 
 def longest_response(trajectory: Trajectory) -> int:
     """Return the number of tokens of its longest turn: the length limit is one of turns."""
-    return max((len(turn.response_token_ids) for turn in trajectory.turns), default=0)
+    return max((turn.num_response_tokens for turn in trajectory.turns), default=0)
 
 
 def soft_overlong_penalty(num_tokens: int, config: FilterConfig) -> float:
@@ -66,7 +66,7 @@ def _shape(trajectory: Trajectory, config: FilterConfig) -> Trajectory:
     turns = list(trajectory.turns)
     if turns[-1].stop_reason is not StopReason.STOP:
         scale = 0.0 if config.zero_reward_on_non_stop else config.non_stop_scale
-        turns = turns if scale == 1 else [replace(turn, reward=scale * turn.reward) for turn in turns]
+        turns = turns if scale == 1 else [turn.with_reward(scale * turn.reward) for turn in turns]
         turns[-1] = _plus(turns[-1], -config.non_stop_penalty)
     turns[-1] = _plus(turns[-1], soft_overlong_penalty(longest_response(trajectory), config))
     total = sum(turn.reward for turn in turns)
@@ -74,11 +74,12 @@ def _shape(trajectory: Trajectory, config: FilterConfig) -> Trajectory:
     bounded = min(max(total, -math.inf if low is None else low), math.inf if high is None else high)
     if bounded != total:
         turns[-1] = _plus(turns[-1], bounded - total)
-    return replace(trajectory, turns=tuple(turns))
+    same = all(one is other for one, other in zip(turns, trajectory.turns))
+    return trajectory if same else replace(trajectory, turns=tuple(turns))
 
 
 def _plus(turn: Turn, reward: float) -> Turn:
-    return replace(turn, reward=turn.reward + reward) if reward else turn
+    return turn.with_reward(turn.reward + reward) if reward else turn
 
 
 def differing_prompts(rollouts: RolloutBatch) -> tuple[bool, ...]:

@@ -223,7 +223,7 @@ def _contexts_of_experts(trajectory: Trajectory, prompt_lengths: Sequence[int]) 
                 f"trainer.moe_routing_replay=true needs those of each turn, of the same layers. Let the engine return "
                 "GenerationOutput.routed_experts, or set trainer.moe_routing_replay=false"
             )
-        whole = np.full((prompt_length + len(turn.response_token_ids), recorded[0].size), -1, np.int16)
+        whole = np.full((prompt_length + turn.num_response_tokens, recorded[0].size), -1, np.int16)
         before = whole[:0] if turn.parent is None else found[turn.parent]
         whole[: max(0, len(before) - 1)] = before[:-1]
         whole[len(whole) - 1 - len(recorded) : -1] = recorded.reshape(len(recorded), -1)
@@ -262,7 +262,7 @@ def _check_turns(trajectory: Trajectory, prompt_lengths: Sequence[int]) -> None:
     if not trajectory.turns:
         raise BatchError(f"{name} did not fail and yet has no turn")
     for index, (turn, prompt_length) in enumerate(zip(trajectory.turns, prompt_lengths)):
-        if not prompt_length or not len(turn.response_token_ids):
+        if not prompt_length or not turn.num_response_tokens:
             raise BatchError(f"{name}, turn {index}: a complete turn has at least one prompt and one response token")
         if not math.isfinite(turn.reward):
             raise BatchError(
@@ -274,7 +274,7 @@ def _check_turns_are_apart(rollouts: RolloutBatch, rows: Sequence[_Row]) -> None
     """In one row, a turn is a maximal run of sampled tokens, so that a token of another lies between two of them."""
     for row in rows:
         for turn in row.turns[1:]:
-            if not len(turn.added_token_ids):
+            if not turn.num_added_tokens:
                 trajectory = rollouts.trajectories[row.trajectory_index]
                 index = next(index for index, each in enumerate(trajectory.turns) if each is turn)
                 raise BatchError(
@@ -317,7 +317,7 @@ def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarra
     for row, offset in zip(rows, offsets.tolist()):
         for turn, prompt_length in zip(row.turns, row.prompt_lengths):
             start = offset + prompt_length
-            stop = start + len(turn.response_token_ids)
+            stop = start + turn.num_response_tokens
             sampled[start:stop] = True
             trained[start:stop] = turn.loss_mask if len(turn.loss_mask) else True
             if recorded:
@@ -350,7 +350,7 @@ def _version_column(rows: list[_Row], offsets: np.ndarray, weight_version: int) 
     for row, offset in zip(rows, offsets.tolist()):
         for turn, prompt_length in zip(row.turns, row.prompt_lengths):
             start = offset + prompt_length
-            response = versions[start : start + len(turn.response_token_ids)]
+            response = versions[start : start + turn.num_response_tokens]
             for run in turn.weight_versions:
                 # Runs are in order: the next one overwrites the rest.
                 response[run.start :] = run.version

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, padded_metadata
 from skyrl_train.batch.batch_metadata import BatchMetadata as BatchMetadata
+from skyrl_train.batch.references import Layer, ReferencedColumns, RowSharing
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean
 
@@ -106,7 +107,7 @@ class TrainingInputBatch:
     """
 
     token_columns: Mapping[str, Tensor]
-    """Each `[num_tokens]`."""
+    """Each `[num_tokens]`; `ReferencedColumns` where they lie elsewhere."""
     row_columns: Mapping[str, Tensor]
     """Each `[num_rows]`."""
     row_offsets: Tensor
@@ -121,10 +122,14 @@ class TrainingInputBatch:
 
     def __post_init__(self) -> None:
         derive = object.__setattr__  # these follow from the columns; nobody else may set anything
-        derive(self, "token_columns", dict(self.token_columns))
+        columns = self.token_columns
+        if isinstance(columns, ReferencedColumns):
+            derive(self, "num_tokens", int(columns.row_offsets[-1]))
+        else:
+            derive(self, "token_columns", dict(columns))
+            derive(self, "num_tokens", len(columns.get("input_ids", ())))
         derive(self, "row_columns", dict(self.row_columns))
         derive(self, "num_rows", len(self.row_offsets) - 1)
-        derive(self, "num_tokens", len(self.token_columns.get("input_ids", ())))
         derive(self, "lengths", self.row_offsets.diff())
         _check_batch(self)
 
@@ -136,7 +141,8 @@ class TrainingInputBatch:
 
     def __getitem__(self, name: str) -> Tensor:
         """The column: flat `[num_tokens]` or `[num_rows]`. Raises BatchError for a column that is not there."""
-        column = self.token_columns.get(name, self.row_columns.get(name))
+        column = self.row_columns.get(name)
+        column = self.token_columns.get(name) if column is None else column
         if column is None:
             present = [*self.token_columns, *self.row_columns]
             raise BatchError(
@@ -151,27 +157,67 @@ class TrainingInputBatch:
             raise BatchError(f"column {required[0]!r} is not optional")
         if not any(name in self for name in names):
             return self
+        if isinstance(self.token_columns, ReferencedColumns):
+            return replace(self, token_columns=self.token_columns.without(names))
         kept = {name: column for name, column in self.token_columns.items() if name not in names}
         return replace(self, token_columns=kept)
 
     def with_columns(self, **columns: Tensor) -> TrainingInputBatch:
         """Adds or replaces columns, flat `[num_tokens]` or `[num_rows]`."""
-        token_columns, row_columns = dict(self.token_columns), dict(self.row_columns)
-        for name, column in columns.items():
-            (token_columns if _spec(name).per == "token" else row_columns)[name] = column
-        return replace(self, token_columns=token_columns, row_columns=row_columns)
+        of_tokens = {name: column for name, column in columns.items() if _spec(name).per == "token"}
+        of_rows = {name: column for name, column in columns.items() if name not in of_tokens}
+        if isinstance(self.token_columns, ReferencedColumns):
+            token_columns: Mapping[str, Tensor] = self.token_columns.with_tensors(of_tokens)
+        else:
+            token_columns = {**self.token_columns, **of_tokens}
+        return replace(self, token_columns=token_columns, row_columns={**self.row_columns, **of_rows})
+
+    def with_layer(self, layer: Layer) -> TrainingInputBatch:
+        """Adds or replaces token columns by reference, of a batch whose columns are references."""
+        if not isinstance(self.token_columns, ReferencedColumns):
+            raise BatchError("the columns of this batch are here: add others with with_columns")
+        return replace(self, token_columns=self.token_columns.with_layer(layer))
+
+    def with_spread(self, name: str, values: Tensor) -> TrainingInputBatch:
+        """Adds or replaces a float64 token column with one number of each row, `[num_rows]`, on its tokens with loss, and 0
+        elsewhere."""
+        if isinstance(self.token_columns, ReferencedColumns):
+            return replace(self, token_columns=self.token_columns.with_spread(name, values.numpy()))
+        mask = self["loss_mask"]
+        column = torch.zeros(self.num_tokens, dtype=torch.float64, device=mask.device)
+        column[mask] = torch.repeat_interleave(values, self.loss_tokens())
+        return self.with_columns(**{name: column})
+
+    def loss_tokens(self) -> Tensor:
+        """int64 `[num_rows]`: how many of a row's tokens have `loss_mask`."""
+        if isinstance(self.token_columns, ReferencedColumns):
+            return torch.from_numpy(self.token_columns.loss_tokens.copy())
+        # Differences of running totals count rows without any such token, too, and make no float of a count.
+        before = torch.zeros(self.num_tokens + 1, dtype=torch.int64, device=self.row_offsets.device)
+        torch.cumsum(self["loss_mask"], dim=0, out=before[1:])
+        return before[self.row_offsets].diff()
+
+    def here(self) -> TrainingInputBatch:
+        """The batch with its columns read into this process; itself where they are."""
+        if isinstance(self.token_columns, ReferencedColumns):
+            return replace(self, token_columns=self.token_columns.here())
+        return self
 
     def take(self, rows: Sequence[int] | Tensor) -> TrainingInputBatch:
         """The given rows, in the given order. Raises BatchError for a row that does not exist."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.row_offsets.device)
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
             raise BatchError(f"rows {int(index.min())} to {int(index.max())} of a batch of {self.num_rows} rows")
-        tokens = token_positions(self.row_offsets, index)
-        uids = self.metadata.uids
+        uids, offsets = self.metadata.uids, offsets_of(self.lengths[index])
+        if isinstance(self.token_columns, ReferencedColumns):
+            token_columns: Mapping[str, Tensor] = self.token_columns.take(index.numpy(), offsets.numpy())
+        else:
+            tokens = token_positions(self.row_offsets, index)
+            token_columns = {name: column[tokens] for name, column in self.token_columns.items()}
         return TrainingInputBatch(
-            token_columns={name: column[tokens] for name, column in self.token_columns.items()},
+            token_columns=token_columns,
             row_columns={name: column[index] for name, column in self.row_columns.items()},
-            row_offsets=offsets_of(self.lengths[index]),
+            row_offsets=offsets,
             metadata=self.metadata.of_rows(
                 (uids[row] for row in index.tolist()), self.metadata.images_of(index.tolist())
             ),
@@ -182,11 +228,16 @@ class TrainingInputBatch:
         if not 0 <= start <= stop <= self.num_rows:
             raise BatchError(f"rows [{start}, {stop}) of a batch of {self.num_rows} rows")
         first, last = int(self.row_offsets[start]), int(self.row_offsets[stop])
+        offsets = self.row_offsets[start : stop + 1] - first
         # Copied: a view would keep, and ship to another process, the memory of the whole batch.
+        if isinstance(self.token_columns, ReferencedColumns):
+            token_columns: Mapping[str, Tensor] = self.token_columns.take(np.arange(start, stop), offsets.numpy())
+        else:
+            token_columns = {name: column[first:last].clone() for name, column in self.token_columns.items()}
         return TrainingInputBatch(
-            token_columns={name: column[first:last].clone() for name, column in self.token_columns.items()},
+            token_columns=token_columns,
             row_columns={name: column[start:stop].clone() for name, column in self.row_columns.items()},
-            row_offsets=self.row_offsets[start : stop + 1] - self.row_offsets[start],
+            row_offsets=offsets,
             metadata=self.metadata.of_rows(self.metadata.uids[start:stop], self.metadata.images[start:stop]),
         )
 
@@ -219,21 +270,25 @@ class TrainingInputBatch:
             )
         if count == 0:
             return self
-        device = self.row_offsets.device
+        device, referenced = self.row_offsets.device, self.token_columns
+        by_value = {} if isinstance(referenced, ReferencedColumns) else referenced
         columns = {
             name: torch.cat(
                 [self[name], self[name].new_full((count * size, *self[name].shape[1:]), _spec(name).pad_value)]
             )
-            for names, size in ((self.token_columns, DUMMY_ROW_LENGTH), (self.row_columns, 1))
+            for names, size in ((by_value, DUMMY_ROW_LENGTH), (self.row_columns, 1))
             for name in names
         }
         if uid is None:  # of the last prompt, whose rows still lie together then
             columns["prompt_index"][self.num_rows :] = self["prompt_index"][-1]
         lengths = torch.cat([self.lengths, torch.full((count,), DUMMY_ROW_LENGTH, dtype=torch.int64, device=device)])
+        offsets = offsets_of(lengths)
         return TrainingInputBatch(
-            token_columns={name: columns[name] for name in self.token_columns},
+            token_columns=referenced.padded(count, offsets.numpy())
+            if isinstance(referenced, ReferencedColumns)
+            else {name: columns[name] for name in by_value},
             row_columns={name: columns[name] for name in self.row_columns},
-            row_offsets=offsets_of(lengths),
+            row_offsets=offsets,
             metadata=padded_metadata(self.metadata, count, uid),
         )
 
@@ -297,6 +352,21 @@ def batch_of_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> TrainingInpu
     )
 
 
+PAD_VALUES = {name: spec.pad_value for name, spec in SCHEMA.items() if spec.per == "token"}
+
+
+def by_reference(layer: Layer, batch: TrainingInputBatch, sharing: RowSharing | None = None) -> TrainingInputBatch:
+    """Return the batch, whose token columns are here, with those of `layer` in their place, which has all of them."""
+    columns = ReferencedColumns(
+        [layer],
+        batch.row_offsets.numpy(),
+        batch.loss_tokens().numpy(),
+        pad_values=PAD_VALUES,
+        sharing=sharing,
+    )
+    return replace(batch, token_columns=columns)
+
+
 def _spec(name: str) -> ColumnSpec:
     if name.startswith(_COMPONENT):
         return _COMPONENT_SPEC
@@ -309,10 +379,9 @@ def _check_batch(batch: TrainingInputBatch) -> None:
     missing = [name for name, spec in SCHEMA.items() if not spec.optional and name not in batch]
     if missing:
         raise BatchError(f"the batch lacks the columns {', '.join(missing)}")
-    for columns, per, size in (
-        (batch.token_columns, "token", batch.num_tokens),
-        (batch.row_columns, "row", batch.num_rows),
-    ):
+    # Columns by reference were looked at when their arrays were made: nothing of theirs is read here.
+    of_tokens = {} if isinstance(batch.token_columns, ReferencedColumns) else batch.token_columns
+    for columns, per, size in ((of_tokens, "token", batch.num_tokens), (batch.row_columns, "row", batch.num_rows)):
         for name, column in columns.items():
             spec = _spec(name)
             _require(spec.per == per, lambda: f"column {name!r} has one value per {spec.per}, not per {per}")  # noqa: B023

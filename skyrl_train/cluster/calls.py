@@ -175,7 +175,7 @@ class Watch:
         ActorError, or what an actor raised on purpose.
         """
         started = time.monotonic()
-        pings = _Pings(actors, self._silence_timeout_s)
+        pings: _Pings | None = None
         pending = dict(zip(refs, actors))
         ends_at = started + self._timeout_s
         failed, broken_off = False, False
@@ -187,7 +187,10 @@ class Watch:
                     # The rank that is gone or hangs is another one, which is worth waiting for: it is the cause.
                     broken_off, ends_at = True, min(ends_at, time.monotonic() + self._silence_timeout_s)
                 failed |= error is not None and not isinstance(error, CollectiveError)
-            if silent := pings.silent(list(pending.values())):
+            # Most calls are done by then, and asking costs the caller as much as a call.
+            if pending and pings is None:
+                pings = _Pings(actors, self._silence_timeout_s)
+            if pings is not None and (silent := pings.silent(list(pending.values()))):
                 silent.is_silent = True
                 raise self._lost(
                     f"{silent} (phase {self._phase}, {self._what}): the process, asked for a sign of life, did not answer "

@@ -1,6 +1,7 @@
 """One rank of a learner: what runs inside a Ray actor, and how a batch gets there and back.
 
-A batch travels as flat numpy arrays in the object store, which readers map without copying.
+A batch travels as references to flat numpy arrays in the object store, which readers map without copying. A rank fetches its
+rows, and leaves its scores of them in the store.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 from skyrl_train.batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch.plane import Piece, ReferencedColumns
 from skyrl_train.batch.steps import LossDenominators, MiniBatch
 from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.cluster.images import Sent, SentImages, arrived
+from skyrl_train.cluster.stored import put_arrays
 from skyrl_train.distributed import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import CollectiveError, SaveError, SkyrlTrainError
-from skyrl_train.interfaces import HeldState
+from skyrl_train.interfaces import HeldState, ScoreMethod
 from skyrl_train.learner import PolicyLearner, build_learner, build_strategy, take_weights
 from skyrl_train.learner.memory import make_meter, size_micro_batches
 from skyrl_train.model.layers import set_numerics
@@ -41,19 +44,25 @@ if TYPE_CHECKING:
     from skyrl_train.learner import CriticLearner
     from skyrl_train.learner.memory import SizingLimits, SizingReport
 
-Scores = NDArray[np.float32]
-"""float `[tokens of the rows]`."""
-
-
 _SHARED_FOLDER_S = 10.0
 """After which a node of a network file system sees what another one wrote: caches of names last some seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToScore:
+    """Rows whose scores stay with the rank that computes them."""
+
+    rows: Shipped
+    method: ScoreMethod
+    names: tuple[str, ...]
+    """Of the columns that the scores become; what has none is not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shipped:
     """A rank's rows on their way. torch tensors would be copied, numpy arrays are not."""
 
-    token_columns: Mapping[str, NDArray[Any]]
+    token_columns: ReferencedColumns
     row_columns: Mapping[str, NDArray[Any]]
     row_offsets: NDArray[np.int64]
     metadata: BatchMetadata
@@ -64,9 +73,12 @@ class Shipped:
 
 
 def pack(batch: TrainingInputBatch, images: SentImages, denominators: LossDenominators | None = None) -> Shipped:
-    """Return the rows as arrays that share their memory; `images` are those that were sent before."""
+    """Return the rows as they travel, by reference; `images` are those that were sent before."""
+    columns = batch.token_columns
+    if not isinstance(columns, ReferencedColumns):
+        raise TypeError("rows travel by reference: put their arrays somewhere first (put_batch)")
     return Shipped(
-        token_columns={name: column.numpy() for name, column in batch.token_columns.items()},
+        token_columns=columns,
         row_columns={name: column.numpy() for name, column in batch.row_columns.items()},
         row_offsets=batch.row_offsets.numpy(),
         metadata=replace(batch.metadata, images=()),
@@ -76,11 +88,11 @@ def pack(batch: TrainingInputBatch, images: SentImages, denominators: LossDenomi
 
 
 def unpack(shipped: Shipped) -> TrainingInputBatch:
-    """Return the rows as tensors over the arrays' memory, which is read-only; no operation of a batch writes in place."""
+    """Return the rows as tensors, those of rows over memory that is read-only; no operation of a batch writes in place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return TrainingInputBatch(
-            token_columns={name: torch.from_numpy(array) for name, array in shipped.token_columns.items()},
+            token_columns=shipped.token_columns.here(),
             row_columns={name: torch.from_numpy(array) for name, array in shipped.row_columns.items()},
             row_offsets=torch.from_numpy(shipped.row_offsets),
             metadata=replace(shipped.metadata, images=arrived(shipped.images)),
@@ -102,21 +114,13 @@ class LearnerRank:
         self._held: dict[bool, HeldState] = {}
         """By whether copies were asked for."""
 
-    def forward(self, rows: Shipped) -> Scores:
-        """Return log-probabilities or values of the rows, `[num_tokens]` float32."""
-        return _numpy(self._learner.forward(unpack(rows)))
-
-    def forward_base(self, rows: Shipped) -> Scores:
-        """Return the log-probabilities of the policy's model with its adapter off."""
-        return _numpy(self._policy().forward_base(unpack(rows)))
-
-    def forward_with_entropy(self, rows: Shipped) -> Scores:
-        """Return the policy's log-probabilities and entropies."""
-        return _numpy(self._policy().forward_with_entropy(unpack(rows)))
-
-    def forward_sum_pi_squared(self, rows: Shipped) -> Scores:
-        """Return the policy's sums of squared probabilities."""
-        return _numpy(self._policy().forward_sum_pi_squared(unpack(rows)))
+    def hold_scores(self, asked: ToScore) -> Piece:
+        """Return where the scores of the rows are, each column `[num_tokens]` float32."""
+        model = self._learner if asked.method == "forward" else self._policy()
+        found: torch.Tensor = getattr(model, asked.method)(unpack(asked.rows))
+        columns = found.numpy().reshape(-1, len(asked.names)).T
+        source = put_arrays({name: np.ascontiguousarray(each) for name, each in zip(asked.names, columns) if name})
+        return Piece(source, asked.rows.row_offsets)
 
     def forward_backward(self, rows: Shipped) -> StepMetrics:
         """Return the metrics of this rank's rows."""
@@ -231,8 +235,3 @@ class LearnerWorker:
         self._served.add(WeightSender, learner.sender())
         batching = learner.engine.passes.micro_batching
         return batching.layout, batching.cost
-
-
-def _numpy(scores: torch.Tensor) -> Scores:
-    array: Scores = scores.numpy()
-    return array

@@ -17,19 +17,21 @@ from torch import Tensor
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.layouts import CostModel
+from skyrl_train.batch.plane import Layer
 from skyrl_train.batch.steps import MiniBatch, Together, computed_together, stage
 from skyrl_train.cluster.calls import HEALTH, SAVES, RemoteActor
-from skyrl_train.cluster.endpoints import ActorGroup, stored
+from skyrl_train.cluster.endpoints import ActorGroup
 from skyrl_train.cluster.images import SentImages
-from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, Scores, Shipped, pack
+from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, ToScore, pack
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
+from skyrl_train.cluster.stored import put_batch
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import PlacementConfig
 from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.endpoints import Endpoint, Phase, Rendezvous, meeting_point
 from skyrl_train.errors import ConfigError, ModelError, SaveError, SkyrlTrainError, Violation
-from skyrl_train.interfaces import HeldState
+from skyrl_train.interfaces import HeldState, ScoreMethod
 from skyrl_train.system.files import FileSums
 from skyrl_train.telemetry import StepMetrics, merge_metrics
 from skyrl_train.weight_sync import DeviceSharing
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from skyrl_train.learner.memory import SizingLimits, SizingReport
 
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class RayLearner:
@@ -74,24 +77,35 @@ class RayLearner:
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """Return log-probabilities or values, `[num_tokens]` in the batch's order."""
-        return self._scores(LearnerRank.forward, batch)
+        return self._scores("forward", batch)
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
         """Return what `forward` does with the policy's adapter off."""
-        return self._scores(LearnerRank.forward_base, batch)
+        return self._scores("forward_base", batch)
 
     def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
         """Return log-probabilities and entropies, `[num_tokens, 2]`."""
-        return self._scores(LearnerRank.forward_with_entropy, batch)
+        return self._scores("forward_with_entropy", batch, "entropies")
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         """Return sums of squared probabilities in place of log-probabilities."""
-        return self._scores(LearnerRank.forward_sum_pi_squared, batch)
+        return self._scores("forward_sum_pi_squared", batch)
+
+    def hold_scores(self, batch: TrainingInputBatch, names: tuple[str, ...], method: ScoreMethod) -> Layer:
+        """Have each rank score its rows and keep the numbers; see `HoldsScores`."""
+        self._on_devices()
+        staged = stage(batch, self._num_shares, cost=self._cost, together=self._together)
+        shares = [ToScore(rows=pack(shard, self._images), method=method, names=names) for shard in staged.shards]
+        pieces = _on_shares(self._ranks, LearnerRank.hold_scores, "score", shares)
+        dtypes = dict.fromkeys(filter(None, names), torch.float32)
+        found = Layer.of(pieces, dtypes, staged.order.numpy())
+        return found.take(np.arange(batch.num_rows)) if staged.num_dummy_rows else found
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Have each rank add the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
         self._on_devices(optimizer=True, trains=True)
-        staged = stage(mini_batch.batch, self._num_shares, cost=self._cost, together=self._together)
+        rows = put_batch(mini_batch.batch, self._together)
+        staged = stage(rows, self._num_shares, cost=self._cost, together=self._together)
         shares = [pack(shard, self._images, mini_batch.denominators) for shard in staged.shards]
         return merge_metrics(_on_shares(self._ranks, LearnerRank.forward_backward, "update", shares))
 
@@ -153,19 +167,20 @@ class RayLearner:
         """End the workers."""
         self.group.close()
 
-    def _scores(self, method: Callable[[LearnerRank, Shipped], Scores], batch: TrainingInputBatch) -> Tensor:
-        self._on_devices()
-        staged = stage(batch, self._num_shares, cost=self._cost, together=self._together)
-        results = _on_shares(self._ranks, method, "score", [pack(shard, self._images) for shard in staged.shards])
-        return staged.collect([torch.from_numpy(np.array(result)) for result in results])
+    def _scores(self, method: ScoreMethod, batch: TrainingInputBatch, *more: str) -> Tensor:
+        """Return the numbers that the ranks keep, `[num_tokens]`, or `[num_tokens, 2]` with one `more`."""
+        held, names = put_batch(batch, self._together), ("old_logprobs", *more)
+        scored = held.with_layer(self.hold_scores(held, names, method))
+        columns = [scored[name] for name in names]
+        return torch.stack(columns, dim=1) if more else columns[0]
 
 
 def _on_shares(
-    ranks: Endpoint[LearnerRank], method: Callable[[LearnerRank, Shipped], R], phase: Phase, shares: Sequence[Shipped]
+    ranks: Endpoint[LearnerRank], method: Callable[[LearnerRank, S], R], phase: Phase, shares: Sequence[S]
 ) -> list[R]:
     """Have every rank do `method` with its share; the results by share, as ranks that compute together answer alike."""
     each = len(ranks.nodes) // len(shares)
-    return ranks.begin_each(method, phase, [ref for ref in map(stored, shares) for _ in range(each)]).wait()[::each]
+    return ranks.begin_each(method, phase, [share for share in shares for _ in range(each)]).wait()[::each]
 
 
 def start_learner(

@@ -109,7 +109,8 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         with console.phase("engine"):
             generator, transport = build_rollouts(config, data.recording, stack, console.on_progress, host)
         with console.phase("models"):
-            learners = build_learners(run_models(config, plan.schedule), stack, host)
+            models_of_run = run_models(config, plan.schedule)
+            learners = build_learners(models_of_run, stack, host)
         with console.phase("probes"):
             size_micro_batches(config, plan, learners, attempt.folder, console)
         first_look(attempt, data.train, host, learners, is_asked=self._only_looks)
@@ -121,7 +122,8 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         interval = config.trainer.algorithm.ref_update_interval
         models = checkpointed_models(learners, attempt.start, ref_update_interval=interval)
         loop = attempt.loop(models, draw=draw_learning_curve, activity=activity)
-        rollout_log = open_rollout_log(config, attempt.folder, stack)
+        plane = None if host.cluster is None else host.cluster.data_plane(models_of_run.learners[0])
+        rollout_log = open_rollout_log(config, attempt.folder, stack, plane)
         return PPOTrainer(
             loop=loop,
             settings=ppo_settings(config),
@@ -143,6 +145,7 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
                 console.on_progress,
             ),
             capsules=attempt.capsules(loop),
+            plane=plane,
         ).train
 
     def goodbye(self, config: Config, result: TrainingResult, folder: RunFolder) -> list[str]:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms import KLControllerState, next_state
 from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.plane import DataPlane
 from skyrl_train.data import Curriculum
 from skyrl_train.interfaces import Generator, ReportsMetrics, WeightTransport
 from skyrl_train.rollout import ConsumedPrompts
@@ -92,12 +93,14 @@ class PPOTrainer:
         rollout_log: RolloutLog | None,
         stream: RolloutStream | None = None,
         capsules: CapsuleWriter,
+        plane: DataPlane | None = None,
     ) -> None:
         """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
         in place of `prompts`; a `stream`, which reads both itself, makes rollouts while the learner updates; `capsules`
-        keep steps so that they can be executed again."""
+        keep steps so that they can be executed again; `plane` has the arrays of training rows, if they are not here."""
         self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
         self.curriculum, self.stream, self.capsules = curriculum, stream, capsules
+        self.plane: DataPlane = plane or DataPlane()
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
         self._warnings = StepWarnings(settings.trainer.algorithm, is_recorded=generator.is_recorded)
@@ -118,8 +121,12 @@ class PPOTrainer:
                         generated = self._generate(step)
                     known.rollouts = generated.rollouts
                     with loop.phase("assemble"):
-                        batch = known.batch = steps.assemble(
-                            generated.rollouts, settings.assembly, step=step, weight_version=step - 1
+                        batch = known.batch = self.plane.make_rows(
+                            steps.assemble,
+                            generated.rollouts,
+                            settings.assembly,
+                            step=step,
+                            weight_version=step - 1,
                         )
                     with loop.phase("score"):
                         batch = known.batch = steps.score(
@@ -130,8 +137,12 @@ class PPOTrainer:
                             with_entropies=settings.scores_entropies,
                         )
                     with loop.phase("estimate"):
-                        batch = known.batch = steps.estimate(
-                            batch, settings.trainer.algorithm, kl_coef=self.state.kl_controller.coef, seed=settings.seed
+                        batch = known.batch = self.plane.add_columns(
+                            steps.estimate,
+                            batch,
+                            settings.trainer.algorithm,
+                            kl_coef=self.state.kl_controller.coef,
+                            seed=settings.seed,
                         )
                     with loop.phase("log"):
                         if self.rollout_log is not None:
@@ -144,6 +155,7 @@ class PPOTrainer:
                             settings.trainer,
                             on_progress=loop.console.on_progress,
                             entropy=self.state.entropy_controller,
+                            plane=self.plane,
                         )
                     with loop.phase("sync"):
                         self._sync(step)
@@ -177,8 +189,15 @@ class PPOTrainer:
         """The rollouts to train on: made now, or taken from the stream."""
         position = self.state.data_position
         if self.stream is not None:
-            return steps.take(self.stream, self.settings, position=position)
-        return steps.generate(self.generator, self._prompts_of(step), self.settings, step=step, position=position)
+            return steps.take(self.stream, self.settings, position=position, hold=self.plane.hold)
+        return steps.generate(
+            self.generator,
+            self._prompts_of(step),
+            self.settings,
+            step=step,
+            position=position,
+            hold=self.plane.hold,
+        )
 
     def _finish_step(
         self, step: int, generated: steps.Generated, batch: TrainingInputBatch, update: steps.Update
@@ -193,7 +212,7 @@ class PPOTrainer:
                 **generated.metrics,
                 **self._learn_solve_rates(step, generated.everything),
                 **(self.generator.take_metrics() if isinstance(self.generator, ReportsMetrics) else {}),
-                **batch_metrics(batch, self.settings.trainer.algorithm),
+                **self.plane.ask(batch_metrics, batch, self.settings.trainer.algorithm),
                 **document_metrics(batch, self.settings.trainer.docs_per_step),
                 **to_values(update.metrics),
                 **evaluation,

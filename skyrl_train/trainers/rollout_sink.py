@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch.plane import DataPlane
 from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRequested
 from skyrl_train.system import WorkerThread
@@ -53,10 +54,13 @@ class RolloutLog:
         folder: Path,
         settings: RolloutsConfig | None = None,
         *,
+        plane: DataPlane | None = None,
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
+        """`plane`: where the arrays of training rollouts and rows are, if not here, and who writes them."""
         self._folder, self._settings = folder, settings or RolloutsConfig()
+        self._plane: DataPlane = plane or DataPlane()
         self._flush_timeout_s, self._close_timeout_s = flush_timeout_s, close_timeout_s
         self._thread = WorkerThread("rollout-log")
         self._pending: list[Future[Any]] = []
@@ -87,7 +91,7 @@ class RolloutLog:
                 raise DeadlineError(
                     f"writing rollouts to {self._folder}", self._flush_timeout_s, "Is the disk reachable?"
                 ) from error
-            except OSError as error:
+            except (OSError, SaveError) as error:
                 raise SaveError(
                     f"rollouts could not be written to {self._folder}: {error}. "
                     "Make room, or set trainer.dump_rollouts=false"
@@ -125,22 +129,9 @@ class RolloutLog:
             raise DeadlineError(f"writing rollouts to {self._folder}", self._close_timeout_s, "Is the disk reachable?")
 
     def _write_train(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
-        settings = self._settings
-        found = columns_by_turn(rollouts, batch)
-        columns: FloatColumns = {name: found[name] for name in settings.columns if name in found}
-        if settings.sample_fraction < 1:
-            rollouts, columns = sampled(rollouts, columns, settings.sample_fraction)
-        write_rollouts(
-            self._folder,
-            rollouts,
-            purpose="train",
-            global_step=step,
-            columns=columns,
-            to_bfloat16=settings.columns_dtype == "bfloat16",
-            sample_fraction=settings.sample_fraction,
-        )
-        if settings.keep_last:
-            self._delete_up_to(step - settings.keep_last)
+        self._plane.save(write_training_rollouts, self._folder, self._settings, rollouts, batch, step)
+        if self._settings.keep_last:
+            self._delete_up_to(step - self._settings.keep_last)
 
     def _delete_up_to(self, step: int) -> None:
         """Older files that cannot be deleted stay: the step does not wait for them."""
@@ -149,6 +140,25 @@ class RolloutLog:
             if match and match["kind"] in ("train", "eval") and int(match["step"]) <= step:
                 with suppress(OSError):
                     path.unlink()
+
+
+def write_training_rollouts(
+    folder: Path, settings: RolloutsConfig, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int
+) -> None:
+    """Write a step's rollouts with what `batch` holds of their tokens. Raises OSError."""
+    found = columns_by_turn(rollouts, batch)
+    columns: FloatColumns = {name: found[name] for name in settings.columns if name in found}
+    if settings.sample_fraction < 1:
+        rollouts, columns = sampled(rollouts, columns, settings.sample_fraction)
+    write_rollouts(
+        folder,
+        rollouts,
+        purpose="train",
+        global_step=step,
+        columns=columns,
+        to_bfloat16=settings.columns_dtype == "bfloat16",
+        sample_fraction=settings.sample_fraction,
+    )
 
 
 def cut_rollouts_after(folder: Path, step: int) -> None:
@@ -216,6 +226,6 @@ def _spans(rollouts: RolloutBatch, batch: TrainingInputBatch) -> list[list[tuple
             if spans and spans[-1][1] == end:
                 _, start, end = rows.pop(0)
             first = start + prompt_length
-            spans.append((first, first + len(turn.response_token_ids)))
+            spans.append((first, first + turn.num_response_tokens))
         result.append(spans)
     return result

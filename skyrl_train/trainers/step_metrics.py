@@ -93,7 +93,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Rewards, groups, the environments' own numbers, turns, lengths, stop reasons and failures."""
     kept = [trajectory for trajectory in rollouts.trajectories if not trajectory.failed]
     turns = [turn for trajectory in kept for turn in trajectory.turns]
-    contexts = [t.prompt_lengths()[-1] + len(t.turns[-1].response_token_ids) for t in kept]
+    contexts = [t.prompt_lengths()[-1] + t.turns[-1].num_response_tokens for t in kept]
     return {
         **spread("reward", [trajectory.reward for trajectory in kept], "mean", "std", "max", "min"),
         **_component_metrics(kept),
@@ -269,7 +269,7 @@ def speed_metrics(timings: Mapping[str, float], batch: TrainingInputBatch) -> di
     """Rates, under `timing/` as all that depends on the machine is."""
     rates = {
         "timing/tokens_per_s": (batch.num_tokens, timings.get("timing/step", 0.0)),
-        "timing/generated_tokens_per_s": (int(batch["loss_mask"].sum()), timings.get("timing/generate", 0.0)),
+        "timing/generated_tokens_per_s": (int(batch.loss_tokens().sum()), timings.get("timing/generate", 0.0)),
     }
     return {name: tokens / seconds for name, (tokens, seconds) in rates.items() if seconds > 0}
 

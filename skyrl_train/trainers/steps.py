@@ -29,6 +29,7 @@ from skyrl_train.algorithms import (
 )
 from skyrl_train.batch import AssemblySettings, TrainingInputBatch
 from skyrl_train.batch import assemble as assemble_rows
+from skyrl_train.batch.plane import DataPlane, ReferencedColumns
 from skyrl_train.batch.steps import MiniBatch, check_staleness, mini_batches
 from skyrl_train.config import TrainerConfig
 from skyrl_train.config.algorithm import (
@@ -41,7 +42,15 @@ from skyrl_train.config.algorithm import (
 from skyrl_train.config.derived import old_logprobs_scored
 from skyrl_train.config.models import SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
-from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
+from skyrl_train.interfaces import (
+    Generator,
+    HoldsScores,
+    Learner,
+    ScoreMethod,
+    Scorer,
+    ScoresDistributions,
+    WeightTransport,
+)
 from skyrl_train.rollout import ConsumedPrompts
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry import Mean, StepMetrics, merge_metrics
@@ -116,9 +125,16 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 
 
 def generate(
-    generator: Generator, prompts: PromptBatches, settings: PPOSettings, *, step: int, position: int
+    generator: Generator,
+    prompts: PromptBatches,
+    settings: PPOSettings,
+    *,
+    step: int,
+    position: int,
+    hold: Callable[[RolloutBatch], RolloutBatch] | None = None,
 ) -> Generated:
-    """The rollouts of training step `step`, whose prompts begin at batch `position`.
+    """The rollouts of training step `step`, whose prompts begin at batch `position`. What `hold` gives takes the place of
+    what was generated (`DataPlane.hold`).
 
     With dynamic sampling, batches are generated until enough prompts have differing rewards; DataError where none do.
     A prompt that comes again in a later batch of the same step is sampled again. Recorded rollouts are what a step was
@@ -136,6 +152,7 @@ def generate(
             global_step=step,
             purpose=f"train-{len(parts)}" if parts else "train",
         )
+        part = part if hold is None else hold(part)
         if needs_greedy_sample(trainer.algorithm) and not generator.is_recorded:
             part = with_greedy_rewards(part, _greedy(generator, part.prompts, settings, step=step, number=len(parts)))
         parts.append(part)
@@ -152,11 +169,19 @@ def generate(
         state = sampled.state
 
 
-def take(stream: RolloutStream, settings: PPOSettings, *, position: int) -> Generated:
-    """The next batch of rollouts of a stream. `position`: of the data, in whole batches that are settled."""
+def take(
+    stream: RolloutStream,
+    settings: PPOSettings,
+    *,
+    position: int,
+    hold: Callable[[RolloutBatch], RolloutBatch] | None = None,
+) -> Generated:
+    """The next batch of rollouts of a stream. `position`: of the data, in whole batches that are settled; `hold` as of
+    `generate`."""
     taken = stream.take()
+    rollouts = taken.rollouts if hold is None else hold(taken.rollouts)
     return Generated(
-        rollouts=shape_rewards(taken.rollouts, settings.trainer.algorithm.filters),
+        rollouts=shape_rewards(rollouts, settings.trainer.algorithm.filters),
         everything=taken.everything,
         num_prompt_batches=taken.settled.watermark // settings.trainer.train_batch_size - position,
         metrics=taken.metrics,
@@ -197,24 +222,43 @@ def score(
     `values` where there is a reference and a critic. A policy that is its own teacher reads the teacher's prompts from the
     `rollouts` that the batch is made of. `with_entropies` adds `entropies`, of the forward that gives `old_logprobs` where
     there is one."""
-    columns: dict[str, Tensor] = {}
     first = _first_scored_row(batch, trainer)
+    rows, found = batch, batch
     if with_entropies:
-        logprobs, columns["entropies"] = _scorer(learners.policy).forward_with_entropy(batch).T.contiguous()
-        columns |= {"old_logprobs": logprobs} if first < batch.num_rows else {}
+        names = ("old_logprobs", "entropies") if first < batch.num_rows else ("", "entropies")
+        found = _with_scores(found, rows, _scorer(learners.policy), names, "forward_with_entropy")
     elif first < batch.num_rows:
-        later = learners.policy.forward(batch.slice(first, batch.num_rows) if first else batch)
-        columns["old_logprobs"] = torch.cat([later.new_zeros(int(batch.row_offsets[first])), later])
-    batch = replace(batch, metadata=replace(batch.metadata, first_scored_row=first))
+        later = rows.slice(first, rows.num_rows) if first else rows
+        found = _with_scores(found, later, learners.policy, ("old_logprobs",))
+    found = replace(found, metadata=replace(found.metadata, first_scored_row=first))
     if is_self_taught(trainer.algorithm) and rollouts is not None:
-        columns["ref_logprobs"] = teacher_logprobs(batch, rollouts, learners.policy.forward)
+        found = found.with_columns(ref_logprobs=teacher_logprobs(rows, rollouts, learners.policy.forward))
     if "sum_pi_squared" in estimator_reads(trainer.algorithm).columns:
-        columns["sum_pi_squared"] = _scorer(learners.policy).forward_sum_pi_squared(batch)
+        found = _with_scores(found, rows, _scorer(learners.policy), ("sum_pi_squared",), "forward_sum_pi_squared")
     if learners.reference is not None:
-        columns["ref_logprobs"] = learners.reference.forward(batch)
+        found = _with_scores(found, rows, learners.reference, ("ref_logprobs",))
     if learners.critic is not None:
-        columns["values"] = learners.critic.forward(batch)
-    return batch.with_columns(**columns)
+        found = _with_scores(found, rows, learners.critic, ("values",))
+    return found
+
+
+def _with_scores(
+    batch: TrainingInputBatch,
+    rows: TrainingInputBatch,
+    model: Scorer | Learner | ScoresDistributions,
+    names: tuple[str, ...],
+    method: ScoreMethod = "forward",
+) -> TrainingInputBatch:
+    """The batch with what `model` says of each token of `rows`, its last ones, under `names`; what has no name is not kept.
+    Scores stay where they were computed where the columns of the rows are references, too."""
+    if isinstance(rows.token_columns, ReferencedColumns) and isinstance(model, HoldsScores):
+        return batch.with_layer(model.hold_scores(rows, names, method).behind(batch.num_rows - rows.num_rows))
+    scores: Tensor = getattr(model, method)(rows)
+    before = scores.new_zeros(batch.num_tokens - rows.num_tokens)
+    columns = scores.T.contiguous() if len(names) > 1 else (scores,)
+    return batch.with_columns(
+        **{name: torch.cat([before, column]) if len(before) else column for name, column in zip(names, columns) if name}
+    )
 
 
 def _first_scored_row(batch: TrainingInputBatch, trainer: TrainerConfig) -> int:
@@ -241,14 +285,16 @@ def update(
     *,
     on_progress: Progress,
     entropy: EntropyControllerState | None = None,
+    plane: DataPlane | None = None,
 ) -> Update:
     """Make all optimizer steps of one training batch; the critic's before the policy's, and without the policy's during
     the critic's warm-up. `entropy`: the state of the controller of the entropy bonus before them; None if it is the first.
+    `plane`: where the rows' arrays are, if not here.
 
     Raises BatchError, before any of them, for a token that is older than `trainer.max_staleness` allows; NonFiniteError,
     naming the training step and the optimizer step: the update ends there.
     """
-    check_staleness(batch)
+    (plane or DataPlane()).ask(check_staleness, batch)
     preparer = MiniBatchPreparer(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []

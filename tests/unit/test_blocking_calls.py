@@ -110,13 +110,14 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/cluster/engine_group.py", "starting.wait"): _PENDING,
     (
         "skyrl_train/cluster/learners.py",
-        "ranks.begin_each(method, phase, [ref for ref in map(stored, shares) for _ in range(each)]).wait",
+        "ranks.begin_each(method, phase, [share for share in shares for _ in range(each)]).wait",
     ): _PENDING,
     (
         "skyrl_train/cluster/learners.py",
         "workers.begin_each(LearnerWorker.start, 'start', places).wait",
     ): _PENDING,
     ("skyrl_train/cluster/session.py", "self._calls.get"): _IDLE,
+    ("skyrl_train/cluster/stored.py", "self._starting.wait"): _PENDING,
     ("skyrl_train/data/sft/loader.py", "future.exception"): _IS_DONE,
     ("skyrl_train/data/sft/loader.py", "future.result"): _IS_DONE,
     ("skyrl_train/data/sft/loader.py", "self.shutdown"): "joins its thread with `timeout_s`",

@@ -228,9 +228,13 @@ Planner = Callable[[RowFacts], list[Forward]]
 
 
 def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bool) -> RowFacts:
-    """The facts of a batch's rows, without limits. Tokens are compared only where `layout` or merged turns ask for it."""
+    """The facts of a batch's rows, without limits. Tokens are compared only where `layout` or merged turns ask for it, and
+    not where that was done when the rows were made (`RowSharing`)."""
+    sharing = getattr(batch.token_columns, "sharing", None)
+    if sharing is not None and (sharing.facts.layout, sharing.merge_turns) == (layout, merge_turns):
+        known: RowFacts = sharing.facts.take(sharing.rows)
+        return replace(known, loss_tokens=batch.loss_tokens().numpy())
     bounds = batch.row_offsets.cpu().numpy()
-    loss_before = np.concatenate([[0], np.cumsum(batch["loss_mask"].cpu().numpy())])
     order, shared = np.arange(batch.num_rows), np.zeros(batch.num_rows, dtype=np.int64)
     if layout in ("prefix_shared", "auto"):
         ids = sharing_keys(batch)
@@ -240,7 +244,7 @@ def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bo
     merges = merge_turns and "position_ids" not in batch
     return RowFacts(
         lengths=np.diff(bounds).astype(np.int64),
-        loss_tokens=np.diff(loss_before[bounds]).astype(np.int64),
+        loss_tokens=batch.loss_tokens().cpu().numpy(),
         prompts=batch["prompt_index"].cpu().numpy().astype(np.int64),
         trajectories=batch["trajectory_index"].cpu().numpy().astype(np.int64),
         order=order,

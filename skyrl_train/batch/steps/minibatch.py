@@ -98,10 +98,9 @@ def close_mini_batch(
     Raises ConfigError for an unknown reduction, BatchError for a missing column and for weights that are none.
     """
     reduction: Callable[[RowCounts], Tensor] = LOSS_REDUCTIONS.resolve(loss_reduction)
-    trained = tokens_with_loss(batch)
-    row_tokens = _count_by_row(batch, trained)
+    row_tokens = _tokens_with_loss_by_row(batch)
     counts = _count(batch, row_tokens, max_sequence_length_for_norm)
-    weights = torch.zeros(batch.num_tokens, dtype=torch.float64, device=trained.device)
+    row_weights = torch.zeros(batch.num_rows, dtype=torch.float64, device=row_tokens.device)
     if counts.denominators.num_tokens:
         copies = (
             batch["sample_count"].double() if "sample_count" in batch else torch.ones_like(counts.trajectory_tokens)
@@ -111,10 +110,9 @@ def close_mini_batch(
         row_weights = torch.where(
             is_counted, copies * _weights_of_rows(reduction(counts), is_counted, part_name(loss_reduction)), 0.0
         )
-        weights[trained] = torch.repeat_interleave(row_weights, row_tokens)
-    closed = batch.with_columns(loss_weights=weights)
+    closed = batch.with_spread("loss_weights", row_weights)
     if normalize_advantages:
-        closed = closed.with_columns(advantages=whiten(batch["advantages"], trained))
+        closed = closed.with_columns(advantages=whiten(batch["advantages"], tokens_with_loss(batch)))
     return MiniBatch(batch=closed, denominators=counts.denominators)
 
 
@@ -157,15 +155,12 @@ def tokens_with_loss(batch: TrainingInputBatch) -> Tensor:
 
 def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
     """Return int64 `[rows with loss]`: the numbers of rows that are not padding and have at least one token with loss."""
-    return _count_by_row(batch, tokens_with_loss(batch)).nonzero().squeeze(1)
+    return _tokens_with_loss_by_row(batch).nonzero().squeeze(1)
 
 
-def _count_by_row(batch: TrainingInputBatch, trained: Tensor) -> Tensor:
-    """Return int64 `[num_rows]`: how many of a row's tokens `trained` `[num_tokens]` marks."""
-    # Differences of running totals count rows without any such token, too, and make no float of a count.
-    before = torch.zeros(batch.num_tokens + 1, dtype=torch.int64, device=trained.device)
-    torch.cumsum(trained, dim=0, out=before[1:])
-    return before[batch.row_offsets].diff()
+def _tokens_with_loss_by_row(batch: TrainingInputBatch) -> Tensor:
+    """Return int64 `[num_rows]`: how many of `tokens_with_loss` each row has."""
+    return batch.loss_tokens() * ~batch["is_padding"]
 
 
 def _count(batch: TrainingInputBatch, row_tokens: Tensor, max_sequence_length_for_norm: int) -> RowCounts:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,27 @@ def image_reader(model: ModelConfig, settings: ImagesConfig) -> Callable[[str], 
     """Return what gives an image by its reference, or its sum. The model's folder is looked at when the first is asked for:
     ModelError is raised then where it reads none."""
 
-    @cache
-    def reading() -> ImageReading:
-        found = image_reading(model, settings)
-        if found is None:
-            raise ModelError(f"model path {model.path!r} reads no images, and rollouts have some. Give one that does")
-        return found
+    return _Reader(model, settings)
 
-    return lambda reference: reading().read(reference)
+
+@dataclass(frozen=True)
+class _Reader:
+    """What `image_reader` gives; it travels to other processes."""
+
+    model: ModelConfig
+    settings: ImagesConfig
+
+    def __call__(self, reference: str) -> Image:
+        return self._reading.read(reference)
+
+    @cached_property
+    def _reading(self) -> ImageReading:
+        found = image_reading(self.model, self.settings)
+        if found is None:
+            raise ModelError(
+                f"model path {self.model.path!r} reads no images, and rollouts have some. Give one that does"
+            )
+        return found
 
 
 def pads_rows(model: ModelConfig) -> bool:

@@ -68,10 +68,7 @@ def distinct(groups: Sequence[Group]) -> list[Group]:
 def mean_length(groups: Sequence[Group]) -> float:
     """Return how many tokens were sampled in a trajectory, in the mean; 0 where there are none that did not fail."""
     lengths = [
-        sum(len(turn.response_token_ids) for turn in one.turns)
-        for _, group in groups
-        for one in group
-        if not one.failed
+        sum(turn.num_response_tokens for turn in one.turns) for _, group in groups for one in group if not one.failed
     ]
     return math.fsum(lengths) / len(lengths) if lengths else 0.0
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_train.batch.steps import computed_together
 from skyrl_train.cluster import (
     EngineGroup,
     GroupEngine,
     Placement,
     RayLearner,
+    RayPlane,
     RayScorer,
     RaySession,
     RayWorkers,
@@ -110,6 +112,13 @@ class Cluster:
             room=vllm.most_sequences(on_gpu=settings.platform.on_gpu),
         )
         return Engines(engine=engine, transport=sync, sharing=sharing, group=group)
+
+    def data_plane(self, policy: LearnerSettings) -> RayPlane:
+        """Return what has the arrays of training rows, with a worker on each node; ranks compute them as `policy` says."""
+        together = computed_together(policy.micro_batching.layout, merge_turns=policy.merge_turns)
+        plane = RayPlane(self.session, self._settings, num_threads=policy.platform.num_threads, together=together)
+        self._stack.callback(plane.close)
+        return plane
 
     def environment_workers(self, environment: EnvironmentConfig) -> RayWorkers:
         """Return what starts worker processes of environments, on all nodes."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from skyrl_train.batch import AssemblySettings
+from skyrl_train.batch.plane import DataPlane
 from skyrl_train.config import AnyConfig, Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.config.data import DataConfig
@@ -304,11 +305,14 @@ def build_evaluator(
     )
 
 
-def open_rollout_log(config: Config, folder: RunFolder, stack: ExitStack) -> RolloutLog | None:
-    """Return the log of rollouts, which `stack` closes; None with `trainer.dump_rollouts=false`."""
+def open_rollout_log(
+    config: Config, folder: RunFolder, stack: ExitStack, plane: DataPlane | None = None
+) -> RolloutLog | None:
+    """Return the log of rollouts, which `stack` closes; None with `trainer.dump_rollouts=false`. `plane`: of a run that
+    trains, where its arrays are."""
     if not config.trainer.dump_rollouts:
         return None
-    log = RolloutLog(folder.rollouts, config.rollouts)
+    log = RolloutLog(folder.rollouts, config.rollouts, plane=plane)
     stack.callback(log.close)
     return log
 

@@ -127,7 +127,7 @@ class CapsuleWriter:
         shutil.copyfile(self._folder.config_file, folder / CONFIG_FILE)
         rows, denominators = (batch.batch, batch.denominators) if isinstance(batch, MiniBatch) else (batch, None)
         if rows is not None:
-            write_batch(folder / BATCH_FILE, rows)
+            write_batch(folder / BATCH_FILE, rows.here())
             used = {span.image.key for spans in rows.metadata.images for span in spans}
             IMAGES.keep(sorted(used), self._folder.images)
         if rollouts is not None:

@@ -195,7 +195,7 @@ def is_solved_first_turn(trajectory: Trajectory) -> bool:
 
 def response_length(trajectory: Trajectory) -> int:
     """Tokens sampled in all turns."""
-    return sum(len(turn.response_token_ids) for turn in trajectory.turns)
+    return sum(turn.num_response_tokens for turn in trajectory.turns)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

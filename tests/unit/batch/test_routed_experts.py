@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from skyrl_train.batch.assembly import assemble
+from skyrl_train.batch.plane import Layer, Piece, by_reference
+from skyrl_train.batch.references import ArraysHere
 from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
 from skyrl_train.cluster import SentImages, pack, unpack
 from skyrl_train.errors import BatchError
@@ -90,7 +92,12 @@ def test_rows_keep_their_experts_when_they_are_taken_joined_padded_and_shipped()
     assert both[ROUTED][4:].tolist() == batch.take([0])[ROUTED].tolist()
     assert batch.pad_rows(1)[ROUTED][-3:].tolist() == [[-1, -1]] * 3
     assert batch.padded(ROUTED)[1, :, 0].tolist() == [10, 20, 30, -1, -1, -1]
-    assert unpack(pack(batch, SentImages()))[ROUTED].tolist() == batch[ROUTED].tolist()
+    source = ArraysHere({name: column.numpy() for name, column in batch.token_columns.items()})
+    dtypes = {name: column.dtype for name, column in batch.token_columns.items()}
+    held = by_reference(Layer.of([Piece(source, batch.row_offsets.numpy())], dtypes), batch)
+    assert unpack(pack(held, SentImages()))[ROUTED].tolist() == batch[ROUTED].tolist()
+    with pytest.raises(TypeError, match="by reference"):
+        pack(batch, SentImages())
     with pytest.raises(BatchError, match="routed_experts"):
         batch.with_columns(**{ROUTED: batch[ROUTED][1:]})
 

@@ -37,6 +37,10 @@ SMOKE = [
     ("checkpoints.py --megabytes 4 --ranks 0 --rounds 1", r"\| 1 \| 1\d \| background \|"),
     ("collation.py --steps 2 --step-ms 10 --rounds 1", r"\| computes 100% of a step \|"),
     ("controller.py --prompts 8 --samples 2 --tokens-per-sequence 200 --repeats 1", "the target of 3%"),
+    (
+        "data_plane.py --tokens 50 --rows 8 --samples 2 --engines 2 --processes 1 --ranks 1 --steps 1",
+        r"\| 50 \| 8 \| \d",
+    ),
     ("curriculum.py --folder {folder} --seeds 0 --steps 1 --prompts 4 trainer.total_steps=1", r"\| quickstart \| 256"),
     ("engine_front.py --requests 2 --steps 2", r"2 requests, collector engine: .* tokens/s"),
     ("environments.py --calls 320 --sleepers 4 --workers 2", "4 environments of 4 steps"),
