@@ -1,4 +1,4 @@
-"""The command, and unmodified SDKs that speak to it from environments of their own (`scripts/tinker_clients.sh`)."""
+"""The command, and unmodified SDKs that speak to it from environments of their own (`scripts/client_env.sh`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.serve_cases import HAS_SCHEMA, NEEDS_SCHEMA
 
-CLIENTS = Path(os.environ.get("SKYRL_TRAIN_TINKER_CLIENTS", ""))
 ROOT = Path(__file__).parents[3]
+CLIENTS = Path(os.environ.get("SKYRL_TRAIN_CLIENT_ENVS", ROOT / ".venv-clients"))
 VERSIONS = ("0.24.1", "0.25.0", "0.38.0")
 pytestmark = pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)
 
@@ -61,8 +61,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
 
 def client(version: str, variables: dict[str, str], *words: str) -> str:
     python = CLIENTS / version / "bin" / "python"
-    if not CLIENTS.name or not python.is_file():
-        pytest.skip("scripts/tinker_clients.sh FOLDER makes the environments that SKYRL_TRAIN_TINKER_CLIENTS names")
+    if not python.is_file():
+        pytest.skip(f"`scripts/client_env.sh {version}` makes the environment of this SDK")
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "HF_HUB_OFFLINE": "1", **variables}
     done = subprocess.run([str(python), *words], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
