@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.endpoints import Endpoint, Pending, Phase, method_name
-from skyrl_train.weight_sync import DeviceSharing, Receiver, RouteSettings, SyncRecords, UpdatableEngine, WeightSync
-from skyrl_train.weight_sync.transports import broadcast
+from skyrl_train.weight_sync import (
+    DeviceSharing,
+    Receiver,
+    RouteSettings,
+    SyncRecords,
+    UpdatableEngine,
+    WeightSync,
+    transports,
+)
 from skyrl_train.weights import Box, Bucket, ModelWeights, ParameterFact, StreamPlan, WeightSender
 
 RANKS_PER_NODE = 8
@@ -145,7 +152,7 @@ def measure_driver(num_ranks: int, *, syncs: int) -> list[tuple[float, int, int]
     found = []
     with tempfile.TemporaryDirectory() as folder:
         settings = RouteSettings(files=Path(folder), node_folder=Path(folder), timeout_s=60.0)
-        sync = WeightSync(lambda: engines, broadcast, settings, DeviceSharing(), SyncRecords(None))
+        sync = WeightSync(lambda: engines, transports.broadcast, settings, DeviceSharing(), SyncRecords(None))
         weights = ModelWeights(ranks, scores=lambda _: None)  # type: ignore[arg-type,return-value]
         for version in range(syncs):
             Fakes.away_s, Fakes.num_bytes, Fakes.num_calls = 0.0, 0, 0

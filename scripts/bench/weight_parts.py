@@ -145,7 +145,7 @@ def measure_streams(num_ranks: int, num_workers: int, *, megabytes: int, rounds:
 
     import torch
 
-    from skyrl_train.weight_sync import topology_of
+    from skyrl_train.weight_sync import topology
     from tests.support.weight_streams import hops, make_plan, sizes_of
 
     torch.set_num_threads(1)
@@ -169,12 +169,12 @@ def measure_streams(num_ranks: int, num_workers: int, *, megabytes: int, rounds:
         for process in processes:
             process.join(TIMEOUT_S)
     counted: dict[tuple[str, int], int] = {}
-    for stage, _, target, num_bytes in hops(topology_of(plan), sizes_of(plan, headers=True)):
+    for stage, _, target, num_bytes in hops(topology.Topology.of(plan), sizes_of(plan, headers=True)):
         counted[stage, target] = counted.get((stage, target), 0) + num_bytes
     measured = {key: size for each in found for key, size in each.items() if size}
     assert measured == counted, "what was received is not what the plan counts"
     whole = sum(sizes_of(plan))
-    links = topology_of(plan).link_bytes(sizes_of(plan))
+    links = topology.Topology.of(plan).link_bytes(sizes_of(plan))
     table = harness.Table(
         *("way", "MB of weights", "all received, MB", "a worker, other nodes", "a worker, its node", "a rank"),
         "calls for a bucket",
@@ -185,7 +185,7 @@ def measure_streams(num_ranks: int, num_workers: int, *, megabytes: int, rounds:
     table.row("one group", *(f"{cell / 1e6:,.0f}" for cell in cells), num_ranks)
     away = links["enter"].network + links["across"].network
     cells = whole, sum(counted.values()), away, links["within"].local, 0
-    table.row("plan", *(f"{cell / 1e6:,.0f}" for cell in cells), 2 * topology_of(plan).most_calls())
+    table.row("plan", *(f"{cell / 1e6:,.0f}" for cell in cells), 2 * topology.Topology.of(plan).most_calls())
 
 
 def _stream_end(

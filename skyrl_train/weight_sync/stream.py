@@ -84,12 +84,6 @@ class WeightGroup:
         self._backend = None
 
 
-def topology_of(plan: StreamPlan) -> Topology:
-    """Return the way of a plan's bytes."""
-    sending = tuple(rank for rank, buckets in enumerate(plan.boxes) if any(buckets))
-    return Topology(sender_nodes=plan.sender_nodes, receiver_nodes=plan.receiver_nodes, sending=sending)
-
-
 class StreamEnd:
     """One participant of a plan: a rank that sends, or a worker that receives. Both have met when it is there."""
 
@@ -97,7 +91,7 @@ class StreamEnd:
         """`rendezvous.rank`: that of the rank, or behind all ranks that of the worker. Raises what torch raises where others
         do not come in time."""
         self.plan, self._device, self._participant = plan, device, rendezvous.rank
-        self._topology = topology_of(plan)
+        self._topology = Topology.of(plan)
         self._store = open_store(rendezvous)
         """Kept: NCCL makes what two of a group need once they first send."""
         self.groups: dict[Stage, tuple[Group, WeightGroup]] = {}

@@ -16,7 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from skyrl_train.weights import StreamPlan
 
 Stage = Literal["enter", "across", "within"]
 
@@ -50,6 +53,12 @@ class Topology:
     """Node of each worker of an engine."""
     sending: tuple[int, ...]
     """Ranks that have anything to send: replicas of others have not."""
+
+    @classmethod
+    def of(cls, plan: StreamPlan) -> Topology:
+        """Return the way of a plan's bytes."""
+        sending = tuple(rank for rank, buckets in enumerate(plan.boxes) if any(buckets))
+        return cls(sender_nodes=plan.sender_nodes, receiver_nodes=plan.receiver_nodes, sending=sending)
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:

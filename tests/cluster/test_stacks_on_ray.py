@@ -17,7 +17,8 @@ from skyrl_train.errors import ActorLostError
 from skyrl_train.runs.construction import engine_settings
 from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import GenerationRequest, SamplingParams
-from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync, auto
+from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync
+from skyrl_train.weight_sync.transports import auto
 from tests.support.command_runs import RAY, start_command, wait_for
 from tests.support.ray_learners import SLOT, make_config
 

@@ -24,7 +24,8 @@ from skyrl_train.model import load_causal_lm, load_tokenizer
 from skyrl_train.rollout import RolloutGenerator
 from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationOutput, GenerationRequest, RolloutBatch, SamplingParams, Trajectory
-from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync, auto
+from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync
+from skyrl_train.weight_sync.transports import auto
 from skyrl_train.weights import stored_weights
 from tests.support.ray_learners import SLOT, make_config
 from tests.support.vllm_apart import moved

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from skyrl_train.endpoints import Rendezvous
-from skyrl_train.weight_sync import Arrivals, Entry, SentWeights, Stage, StreamEnd, Topology, pack_part
+from skyrl_train.weight_sync import Arrivals, Entry, SentWeights, StreamEnd, pack_part
+from skyrl_train.weight_sync.topology import Stage, Topology
 from skyrl_train.weights import Box, Bucket, Piece, StreamPlan, Update, bucket_names, dtype_name, size_of
 
 CPU = torch.device("cpu")

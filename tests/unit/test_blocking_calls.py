@@ -99,6 +99,8 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/serve/service.py", "self._wake.wait"): "the scheduler is cancelled when the server closes",
     ("skyrl_train/serve/service.py", "promise.done.wait"): "inside of `asyncio.wait_for`",
     ("skyrl_train/runs/cli/resolvers.py", "_is_deriving.get"): "a variable of the context",
+    ("skyrl_train/weight_sync/stream.py", "self._backend.recv"): "begins it; what waits has the group's deadline",
+    ("skyrl_train/weight_sync/stream.py", "wait"): "begun with the deadline of the group",
     ("skyrl_train/cluster/endpoints.py", "other.wait"): _PENDING,
     ("skyrl_train/cluster/endpoints.py", "self.begin_asking(method, phase, *args, **kwargs).wait"): _PENDING,
     (

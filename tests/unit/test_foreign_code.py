@@ -65,6 +65,8 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/system/sandbox/child.py", "compile"): "what a sandbox is for",
     ("scripts/preset_layouts.py", "dist.all_gather_object"): _RANKS,
     ("scripts/bench/long_rows.py", "torch.load"): "of what the script's own processes wrote a moment ago",
+    ("scripts/bench/weight_driver.py", "pickle.dumps"): "what a call would weigh",
+    ("scripts/bench/weight_driver.py", "pickle.loads"): "of what the script itself pickled a moment ago",
     ("scripts/bench/update_ranks.py", "torch.load"): "of what the script's own processes wrote a moment ago",
 }
 

@@ -25,7 +25,7 @@ from skyrl_train.config.rules import num_experts
 from skyrl_train.learner.memory import DeviceShare
 from skyrl_train.model.sizes import ParameterCounts, read_config, text_part
 from skyrl_train.plan.time import FORWARD_SHARE
-from skyrl_train.weight_sync import Stage, StageBytes, Topology
+from skyrl_train.weight_sync import topology
 
 _BF16 = 2
 _FP32 = 4
@@ -443,7 +443,7 @@ def _moved_bytes(
 class StreamedSync:
     """A weight sync from GPUs that train to others that generate, as `weight_sync/topology.py` plans it."""
 
-    links: Mapping[Stage, StageBytes]
+    links: Mapping[topology.Stage, topology.StageBytes]
     """The most bytes that one link carries."""
     num_calls: int
     """How often the busiest GPU passes bytes on."""
@@ -470,14 +470,14 @@ def streamed_sync(
         together: Whether they are on the ranks' nodes, on other GPUs.
     """
     sending, engines = mesh.shard * mesh.tensor, "ranks" if together else "engines"
-    topology = Topology(
+    way = topology.Topology(
         sender_nodes=tuple(f"ranks-{index // ranks_per_node}" for index in range(mesh.num_ranks)),
         receiver_nodes=tuple(f"{engines}-{index // workers_per_node}" for index in range(workers)),
         sending=tuple(range(sending)),
     )
-    links = topology.link_bytes([num_bytes // sending] * sending)
+    links = way.link_bytes([num_bytes // sending] * sending)
     # What describes a bucket goes ahead of it.
-    num_calls = 2 * topology.most_calls() * math.ceil(num_bytes / WEIGHT_BUCKET_BYTES)
+    num_calls = 2 * way.most_calls() * math.ceil(num_bytes / WEIGHT_BUCKET_BYTES)
     moving_s = sum(max(each.network / device.network_rate, each.local / device.node_rate) for each in links.values())
     return StreamedSync(links=links, num_calls=num_calls, seconds=moving_s + num_calls * _COLLECTIVE_S)
 

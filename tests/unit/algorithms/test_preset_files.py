@@ -51,6 +51,7 @@ def test_every_estimator_and_loss_that_needs_settings_of_its_own_has_a_preset() 
     assert set(POLICY_LOSSES) - {POLICY_LOSSES.name_of(config.policy_loss) for config in configs} == {
         "dual_clip",
         "cross_entropy",
+        "dro",  # what clients of skyrl-serve ask for
     }
 
 

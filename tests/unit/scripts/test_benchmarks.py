@@ -86,7 +86,7 @@ SMOKE = [
 NEEDS = {"engine_front": "vllm", "lora_sync": "vllm", "sampler": "vllm", "sft_vs_trl": "trl"}
 MISSED = {"controller", "rollout_store"}
 """Whose targets are for other sizes: on most machines these miss them, and the status is 1."""
-PARTS = {"harness", "step_trl", "synthetic_rollouts"} | {
+PARTS = {"harness", "step_trl", "synthetic_rollouts", "weight_driver"} | {
     f"update_{part}" for part in ("checks", "device", "head", "openrlhf", "ours", "peers", "trl", "verl", "work")
 }
 """Modules that programs are made of."""

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync import Arrivals, SentWeights, StreamEnd, topology_of
+from skyrl_train.weight_sync import Arrivals, SentWeights, StreamEnd
+from skyrl_train.weight_sync.topology import Topology
 from skyrl_train.weights import StreamPlan, Update, plan_of
 from tests.support.weight_streams import CPU, Weights, bits, hops, make_plan, model, place_of, receive, send, sizes_of
 
@@ -103,7 +104,7 @@ def test_the_bytes_that_workers_receive_are_those_that_the_plan_counts(tmp_path:
     streams = Streams(plan, tmp_path)
     streams.sync(weights, 0)
     counted: dict[tuple[str, int], int] = {}
-    for stage, _, target, num_bytes in hops(topology_of(plan), sizes_of(plan, headers=True)):
+    for stage, _, target, num_bytes in hops(Topology.of(plan), sizes_of(plan, headers=True)):
         counted[stage, target] = counted.get((stage, target), 0) + num_bytes
     measured = {
         (stage, participant): group.received_bytes
