@@ -123,15 +123,18 @@ class AppendLog:
         length = self._length
         while self._pending:
             record, future = self._pending.popleft()
-            places.append((future, length))
+            if (
+                future.set_running_or_notify_cancel()
+            ):  # who waited may have been cancelled: the line is written all the same
+                places.append((future, length))
             if self.failed is None:
                 lines.append(json_line({**record, "write": self._num_writes + 1}))
                 length += len(lines[-1])
-        if not places:
+        if self.failed is not None or not lines:
+            for future, _ in places:
+                future.set_exception(self.failed)
             return
         try:
-            if self.failed is not None:
-                raise self.failed
             self._num_writes += 1
             self._file.write(b"".join(lines))
             self._file.flush()
