@@ -107,6 +107,14 @@ def _rows(function: Callable[[dict[str, Any], random.Random], dict[str, Any]]) -
     return change
 
 
+def _failing(function: Callable[..., Any]) -> Callable[[Settings, str], None]:
+    def change(settings: Settings, setting: str) -> None:
+        settings["environment.reward"] = function
+        settings["environment.max_failed_fraction"] = 1.0  # else the run ends by itself, and says why
+
+    return change
+
+
 def constant(completion: str, answer: str) -> float:
     return 0.0
 
@@ -278,8 +286,8 @@ PLANTS: Mapping[str, Plant] = {
     "duplicated": Plant(("duplicated_prompts",), _duplicated),
     "trained_evaluation": Plant(("evaluation_is_trained_on",), _trained_evaluation),
     "reworded_evaluation": Plant(("evaluation_is_trained_on",), _reworded),
-    "judge": Plant(("reward_fails",), _reward(slow_judge)),
-    "broken_environment": Plant(("reward_fails",), _reward(broken_environment)),
+    "judge": Plant(("reward_fails",), _failing(slow_judge)),
+    "broken_environment": Plant(("reward_fails",), _failing(broken_environment)),
     "wrong_template": Plant(("conversation_goes_on_by_itself", "unreadable_answers"), _wrong_template),
 }
 
