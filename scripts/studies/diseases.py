@@ -225,7 +225,7 @@ def _tempered(settings: Settings, setting: str) -> None:
 
 
 def _uncentred(settings: Settings, setting: str) -> None:
-    advantages = importlib.import_module("skyrl_train.algorithms.advantages")
+    advantages: Any = importlib.import_module("skyrl_train.algorithms.advantages")
 
     def estimate(inputs: Any, config: Any) -> Any:
         found = original(inputs, config)
