@@ -43,8 +43,8 @@ def answers_cut_off(run: Tables) -> Iterator[Finding]:
         what=f"{share:.0%} of the answers of the last steps are cut off at the limit of tokens"
         + ("" if from_the_start else ", and were not at first"),
         evidence=(cut.shown(), length.shown()),
-        remedy="Raise generator.max_generate_length, or pay less for length. Where texts go on by themselves after the "
-        "answer, the model does not know its end token: see the chat template and generator.stop",
+        remedy="Raise generator.sampling.max_generate_length, or pay less for length. Where texts go on by "
+        "themselves after the answer, the model does not know its end token: see the chat template and generator.sampling.stop",
         since=since,
         certainty=0.6 if len(marked) > 0.3 * len(rows) or not from_the_start else 0.85,
         rows=rows_of(rows),
@@ -178,7 +178,7 @@ def calls_not_read(run: Tables) -> Iterator[Finding]:
         what=f"Calls of tools are not read: {len(unread)} of {len(trying)} answers with a call had none that "
         "could be parsed",
         evidence=(calls.shown(), malformed.shown(), f"{len(having)} trajectories were told of tools"),
-        remedy="environment.tools.format must be the format that the model writes: compare it with the texts below",
+        remedy="environment.tool_format must be the format that the model writes: compare it with the texts below",
         since=min((each.step for each in unread), default=None),
         rows=rows_of(unread),
     )

@@ -75,7 +75,7 @@ def computes_otherwise(run: Tables) -> Iterator[Finding]:
         what=what,
         evidence=(mismatch.shown(), outside.shown(), f"engine's surprise over the trainer's entropy: {ratio:.2f}")
         + ((f"slope of the trainer's log-probabilities over the engine's: {slope:.2f}",) if correlation else ()),
-        remedy="The scoring pass must divide logits by generator.sampling_params.temperature, as sampling does"
+        remedy="The scoring pass must divide logits by generator.sampling.temperature, as sampling does"
         if tempered
         else "model.dtype and generator.vllm.dtype should agree, the head in float32 (generator.vllm); else correct for it "
         "(trainer.algorithm.off_policy.weight)",

@@ -76,8 +76,8 @@ def training_breaks(run: Tables) -> Iterator[Finding]:
 def gradient_always_clipped(run: Tables) -> Iterator[Finding]:
     """Every gradient is longer than the bound by far, so that all steps have one length and the learning rate means another
     thing (Pascanu et al., arXiv:1211.5063)."""
-    for model in ("policy", "critic"):
-        norm, bound = run.series(f"{model}/grad_norm"), run.settings.get(f"trainer.{model}.optimizer.max_grad_norm")
+    for model, section in (("policy", "trainer.policy"), ("critic", "critic")):
+        norm, bound = run.series(f"{model}/grad_norm"), run.settings.get(f"{section}.optimizer.max_grad_norm")
         if len(norm) < 5 or not isinstance(bound, (int, float)) or not bound > 0:
             continue
         share, ratio = float(np.mean(norm.values > bound)), float(np.median(norm.values)) / bound
@@ -87,8 +87,8 @@ def gradient_always_clipped(run: Tables) -> Iterator[Finding]:
             what=f"The gradient of the {model} is clipped in {share:.0%} of the steps, in the median to a "
             f"{1 / ratio:.0%} of its "
             "length",
-            evidence=(norm.shown(), f"trainer.{model}.optimizer.max_grad_norm={bound:g}"),
-            remedy=f"Raise trainer.{model}.optimizer.max_grad_norm to what is usual here, "
+            evidence=(norm.shown(), f"{section}.optimizer.max_grad_norm={bound:g}"),
+            remedy=f"Raise {section}.optimizer.max_grad_norm to what is usual here, "
             f"{np.median(norm.values):.2g}; with AdamW "
             "only the spread between steps is lost, with SGD the step itself. Where norms rise, look for what makes them",
             level="problem" if ratio >= 10 else "warning",
@@ -152,7 +152,7 @@ def critic_diverges(run: Tables) -> Iterator[Finding]:
     yield Finding(
         what=f"The critic diverges: its loss grew from {loss.first():.3g} to {loss.last():.3g}",
         evidence=(loss.shown(), explained.shown(), run.series("critic/grad_norm").shown()),
-        remedy="Lower trainer.critic.optimizer.lr, clip values (trainer.algorithm.value_loss), and look whether returns are "
+        remedy="Lower critic.optimizer.lr, clip values (trainer.algorithm.critic_loss), and look whether returns are "
         "bounded: rewards of another scale need a normalisation",
         since=loss.since(lambda values: values > 2 * loss.first()),
         certainty=0.9,
@@ -169,7 +169,7 @@ def critic_is_dead(run: Tables) -> Iterator[Finding]:
     yield Finding(
         what="The critic explains nothing of the returns" + (", and its values do not move" if still else ""),
         evidence=(explained.shown(), value.shown(), norm.shown(), run.series("critic/lr").shown(digits=2)),
-        remedy="Is it trained (trainer.critic.optimizer.lr, critic/grad_norm above 0), and with enough steps "
+        remedy="Is it trained (critic.optimizer.lr, critic/grad_norm above 0), and with enough steps "
         "before the policy "
         "moves? A group estimator (grpo) needs no critic",
         level="problem" if still or norm.last() < 1e-8 else "warning",

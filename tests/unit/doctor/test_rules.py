@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from skyrl_train.config import Config
 from skyrl_train.doctor import Finding, Tables, examine
 from skyrl_train.doctor.all_rules import RULES
+from skyrl_train.doctor.rules import answers
 from skyrl_train.main_doctor import main
 from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.telemetry.records import arrow_schema
+from skyrl_train.trainers.checkpoints import flat_config
 
 STEPS, PROMPTS, SAMPLES = 16, 6, 4
 Row = dict[str, Any]
@@ -35,8 +39,8 @@ class Folder:
                 "max_staleness": 0,
                 "algorithm": {"advantage_estimator": "grpo", "normalize_by_std": True},
                 "policy": {"optimizer": {"max_grad_norm": 1.0}},
-                "critic": {"optimizer": {"max_grad_norm": 1.0}},
-            }
+            },
+            "critic": {"optimizer": {"max_grad_norm": 1.0}},
         }
         self.plan = {"batches_per_epoch": 40}
         self.metrics = [self._metrics(step) for step in range(1, STEPS + 1)]
@@ -445,7 +449,7 @@ def test_the_command_tells_what_and_ends_with_1(tmp_path: Path, capsys: pytest.C
     text = capsys.readouterr().out
     assert "1. problem" in text
     assert "60% of the answers" in text
-    assert "do: Raise generator.max_generate_length" in text
+    assert "do: Raise generator.sampling.max_generate_length" in text
     assert main([root, "--json"]) == 1
     (told,) = json.loads(capsys.readouterr().out)
     assert [each["rule"] for each in told["findings"]] == ["answers_cut_off"]
@@ -513,3 +517,17 @@ def test_dumps_of_other_trainers_are_read(kind: str, tmp_path: Path) -> None:
     findings, _ = examine(run)
     assert findings[0].rule == "constant_reward"
     assert findings[0].since == 1
+
+
+def test_every_setting_that_a_remedy_names_is_one() -> None:
+    rules = Path(answers.__file__).parent
+    known = set(flat_config(Config()))
+    known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2)}
+    named = {
+        name
+        for path in rules.glob("*.py")
+        for name in re.findall(r"\b(?:trainer|generator|environment|critic|data|model)(?:\.[a-z_]+)+", path.read_text())
+        if not name.removeprefix("data.").startswith(tuple(RULES))
+    }
+    assert len(named) > 15
+    assert [name for name in sorted(named) if name not in known and f"{name}.path" not in known] == []
