@@ -44,7 +44,8 @@ def answers_cut_off(run: Tables) -> Iterator[Finding]:
         + ("" if from_the_start else ", and were not at first"),
         evidence=(cut.shown(), length.shown()),
         remedy="Raise generator.sampling.max_generate_length, or pay less for length. Where texts go on by "
-        "themselves after the answer, the model does not know its end token: see the chat template and generator.sampling.stop",
+        "themselves after the answer, the model does not know its end token: see the chat template and "
+        "generator.sampling.stop",
         since=since,
         certainty=0.6 if len(marked) > 0.3 * len(rows) or not from_the_start else 0.85,
         rows=rows_of(rows),
