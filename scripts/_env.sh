@@ -115,7 +115,7 @@ install_package() { # $1: extra or "base"; further arguments go to uv
 ensure_env() {
     extra=${1:-base}
     ! is_installed "$extra" || return 0
-    [ "$extra" != base ] || ! is_installed dev || return 0
+    case $extra in base | plots) ! is_installed dev || return 0 ;; esac
     find_base_python
     installer=pip
     ! has_uv || installer=uv

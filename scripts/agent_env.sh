@@ -1,6 +1,7 @@
 #!/bin/sh
-# Makes an environment for an example of docs/agents.md, and prints its interpreter:
+# Makes an environment for an example of docs/agents.md, or for tests of notebooks, and prints its interpreter:
 #   PYTHONPATH=examples python -m agent_mini_swe --python "$(./scripts/agent_env.sh mini_swe)"
+#   SKYRL_TRAIN_NOTEBOOK_PYTHON="$(./scripts/agent_env.sh notebook)" ./scripts/test.sh --slow -k notebook
 # It is kept in .venv-agents/NAME (or $SKYRL_TRAIN_AGENT_ENVS/NAME) until what is installed there changes. It has none of
 # this repository's packages: the agents are programs of their own.
 set -eu
@@ -11,7 +12,8 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 case ${1:-} in
 graph) packages='langgraph==1.2.* langchain==1.4.* langchain-openai==1.7.*' ;;
 mini_swe) packages='mini-swe-agent==2.4.* mcp' ;;
-*) die "usage: $0 graph|mini_swe" ;;
+notebook) packages='nbclient==0.11.* ipykernel>=6,<8' ;;
+*) die "usage: $0 graph|mini_swe|notebook" ;;
 esac
 venv=${SKYRL_TRAIN_AGENT_ENVS:-$root/.venv-agents}/$1
 python=$venv/bin/python

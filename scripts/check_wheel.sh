@@ -4,6 +4,7 @@
 # installation took.
 # ./scripts/check_wheel.sh: everything from the package index. With --quick: the packages that it needs are those of .venv.
 set -eu
+unset PYTHONPATH  # what is asked for is the wheel, wherever Python would find the checkout
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh
 . "$root/scripts/_env.sh"

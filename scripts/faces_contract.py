@@ -1,7 +1,8 @@
 """A contract for import-linter: a package of `skyrl_train` is used from outside of it through its faces alone.
 
-A face is the `__init__.py` of a package, at any depth: `__all__` there is what others may use. Inside of one package at the
-top level (`skyrl_train.rollout`, with all folders in it) modules import each other as they like.
+A face is the `__init__.py` of a package, at any depth: what it imports as itself (`import NAME as NAME`), or lists in
+`__all__`, others may use. Inside of one package at the top level (`skyrl_train.rollout`, with all folders in it) modules
+import each other as they like.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ def source(module: str) -> Path:
 
 
 def exported(package: str) -> list[str]:
-    """Return what the `__all__` of a package lists, read without running it."""
-    for node in ast.parse(source(package).read_text(encoding="utf-8")).body:
+    """Return what a package exports, read without running it."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source(package).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
-    return []
+            names += ast.literal_eval(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            names += [each.name for each in node.names if each.asname == each.name]
+    return names
 
 
 def is_private(module: str) -> bool:

@@ -25,5 +25,8 @@ lock() { # $1: gpu or cpu, $2: Python; further arguments go to uv
 }
 
 alone lock
-lock gpu 3.12 --extra vllm --extra view --extra lora --extra tensorboard
-lock cpu 3.11 --extra cpu --extra view --extra lora --extra tensorboard --override requirements/cpu-overrides.txt --find-links "$torch_cpu" --no-emit-package torch
+images="--extra hub --extra gym --extra plots --extra http --extra remote --extra jsonschema --extra view --extra lora --extra tensorboard"
+# shellcheck disable=SC2086
+lock gpu 3.12 --extra vllm $images
+# shellcheck disable=SC2086
+lock cpu 3.11 --extra cpu $images --override requirements/cpu-overrides.txt --find-links "$torch_cpu" --no-emit-package torch

@@ -3,11 +3,8 @@ setting or a group file; a test compares."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -19,6 +16,7 @@ from skyrl_train.config.fields import (
     Range,
     Resume,
     SchemaField,
+    documentation,
     fact,
     kind_sentences,
     seam_of,
@@ -203,33 +201,6 @@ def _type_text(annotation: Any) -> str:
     if origin is Mapping:
         return "mapping, any key"
     return {bool: "true or false", int: "integer", float: "number", str: "text"}.get(annotation, str(annotation))
-
-
-def documentation(field: SchemaField) -> str:
-    """The docstring under a field's declaration; where a class redeclares one without, that of its base. Empty where there
-    is none."""
-    for owner in field.owner.__mro__:
-        found = _docstrings(sys.modules[owner.__module__].__file__ or "").get(f"{owner.__name__}.{field.name}")
-        if found is not None:
-            return found
-    return ""
-
-
-@cache
-def _docstrings(file: str) -> dict[str, str]:
-    """`Class.field` to the string that follows its declaration."""
-    found = {}
-    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            for declaration, after in zip(node.body, node.body[1:]):
-                if (
-                    isinstance(declaration, ast.AnnAssign)
-                    and isinstance(declaration.target, ast.Name)
-                    and isinstance(after, ast.Expr)
-                    and isinstance(after.value, ast.Constant)
-                ):
-                    found[f"{node.name}.{declaration.target.id}"] = inspect.cleandoc(str(after.value.value))
-    return found
 
 
 def main() -> None:

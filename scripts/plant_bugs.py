@@ -107,7 +107,10 @@ def copy_of_the_code(target: Path) -> None:
 def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Exit status and output of pytest on `tests`, up to the first failure, with the code of `folder`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # each run would compile the package, which takes longer than its test
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -120,7 +123,7 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
 def try_bug(bug: Bug, folder: Path, first: str) -> Outcome:
     """Plants one bug in the copy, runs the tests, takes it out again."""
     path = folder / bug.file
-    original = path.read_text()
+    original, times = path.read_text(), path.stat()
     began = time.monotonic()
     path.write_text(original.replace(bug.old, bug.new))
     try:
@@ -129,6 +132,9 @@ def try_bug(bug: Bug, folder: Path, first: str) -> Outcome:
             status, output = run_tests(folder, bug.tests)
     finally:
         path.write_text(original)
+        os.utime(
+            path, ns=(times.st_atime_ns, times.st_mtime_ns)
+        )  # bytecode of the bug is older or newer, never its age
     found = _FAILED.search(output)
     note = ""
     if status == 0:

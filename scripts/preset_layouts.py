@@ -34,8 +34,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
-from torch import Tensor, multiprocessing, nn
-from torch import distributed as dist  # noqa: TID251 - the two ranks are processes of this script
+from torch import (
+    Tensor,
+    distributed as dist,  # noqa: TID251 - the two ranks are processes of this script
+    multiprocessing,
+    nn,
+)
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.batch import TrainingInputBatch

@@ -7,7 +7,7 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh
 . "$root/scripts/_env.sh"
 cd -- "$root"
-ensure_env
+ensure_env plots
 case " $*" in
 *" +experiment="*) ;;
 *)

@@ -143,22 +143,22 @@ class LocalEndpoint(Endpoint[W]):
 
     @property
     def is_local(self) -> bool:
-        """True."""
+        """True: calls stay in this process."""
         return True
 
     @property
     def members(self) -> tuple[W, ...]:
-        """The objects."""
+        """The objects that are called, by rank."""
         return self._members
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their classes."""
+        """What errors call them: their classes."""
         return tuple(f"the {type(each).__name__}" for each in self._members)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Empty addresses."""
+        """An empty address for each, as all are on this node."""
         return ("",) * len(self._members)
 
 

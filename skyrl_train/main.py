@@ -10,7 +10,10 @@ one stopped the run (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1), in its s
 
 from __future__ import annotations
 
-from skyrl_train.system.processes import TYPE_CHECKING, end_at_once_on_signals
+from skyrl_train import config, runs
+from skyrl_train.runs import cli
+from skyrl_train.system import TYPE_CHECKING
+from skyrl_train.system.processes import end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -19,9 +22,8 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script `skyrl-train`."""
     end_at_once_on_signals()  # first of all: what is imported next takes a second
-    from skyrl_train.runs.cli import start
-
-    start(_train, config_name="config", look=_look)
+    if not cli.answers_help(config_name="config"):
+        cli.start(_train, config_name="config", look=_look)
 
 
 def _look(node: DictConfig) -> None:
@@ -30,14 +32,10 @@ def _look(node: DictConfig) -> None:
 
 
 def _train(node: DictConfig, *, only_looks: bool = False) -> float | None:
-    from skyrl_train.config import Config
-    from skyrl_train.runs import swept_metric, train
-    from skyrl_train.runs.cli import exit_on_errors, load_node
-
-    with exit_on_errors(node) as ending:
-        config = load_node(node, Config)
-        train(config, on_end=ending.begins, only_looks=only_looks)
-        return None if only_looks else swept_metric(config)
+    with cli.exit_on_errors(node) as ending:
+        loaded = cli.load_node(node, config.Config)
+        runs.train(loaded, on_end=ending.begins, only_looks=only_looks)
+        return None if only_looks else runs.swept_metric(loaded)
 
 
 if __name__ == "__main__":

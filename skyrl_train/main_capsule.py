@@ -16,8 +16,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from skyrl_train import runs
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.system import find_modules_here
+from skyrl_train.trainers import capsules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,33 +52,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from skyrl_train.runs import open_capsule, refuse_again, run_again
-    from skyrl_train.trainers.capsules import table
-
-    opened = open_capsule(options.run, options.step)
+    opened = runs.open_capsule(options.run, options.step)
     refusal = opened.capsule.refusal
     if refusal is not None:
-        found = refuse_again(opened)
+        found = runs.refuse_again(opened)
         _say([f"step {options.step} was refused: {refusal.error}", f"here: {found or 'it is not refused'}"])
         return 0 if found else 1
     bounds = opened.bounds()
     with ExitStack() as stack:
         output = options.output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-capsule-")))
         output.mkdir(parents=True, exist_ok=True)
-        lines = run_again(opened, output)
+        lines = runs.run_again(opened, output)
     said = "every bit is compared" if bounds.is_exact else "on another placement: rounding is bounded"
     worst = max(lines, key=lambda line: (not line.holds, line.largest))
     differing = [line for line in lines if not line.holds]
-    _say([f"step {options.step} of {options.run}, executed again in this process; {said}", table(lines)])
+    _say([f"step {options.step} of {options.run}, executed again in this process; {said}", capsules.table(lines)])
     _say([f"largest difference: {worst.what}, {worst.largest:.3g}" if worst.largest else "no difference anywhere"])
     _say([f"{len(differing)} of {len(lines)} differ" if differing else f"all {len(lines)} are the same"])
     return 1 if differing else 0
 
 
 def _bisect(options: argparse.Namespace) -> int:
-    from skyrl_train.runs import bisect, open_capsule
-
-    found = bisect(open_capsule(options.run, options.step), outlier=options.outlier)
+    found = runs.bisect(runs.open_capsule(options.run, options.step), outlier=options.outlier)
     _say(found.lines)
     return 0 if found.is_found else 1
 

@@ -1,5 +1,6 @@
 """`skyrl-doctor RUN [RUN2]`: what is wrong with a run, worst first, since which step, and which rows prove it.
 `skyrl-doctor audit RUN`: whether what it recorded can be computed again from its checkpoints.
+`skyrl-doctor compare MODEL --engine hf|vllm|URL`: whether trainer and engine make the same of the same texts.
 
 RUN is the output_dir of a run that is going on or over, or what TRL and verl dump of completions. It is read and never
 written to. Exit status 1 where something worse than a note is found, 2 where RUN cannot be read.
@@ -25,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     find_modules_here()
     try:
-        return _audit(arguments[1:]) if arguments[:1] == ["audit"] else _examine(arguments)
+        commands = {"audit": _audit, "compare": _compare}
+        command = commands.get(arguments[0]) if arguments else None
+        return _examine(arguments) if command is None else command(arguments[1:])
     except SkyrlTrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
@@ -68,11 +71,51 @@ def _audit(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: idle threads spin on busy cores
-    from skyrl_train.runs import audit
+    from skyrl_train.runs.checks import audit
 
     lines = list(audit.audit(options.run, options.step))
     sys.stdout.write(f"{audit.table(lines)}\n")
     return int(not all(line.holds for line in lines))
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="skyrl-doctor compare",
+        description="Compares the distributions of trainer and engine over the whole vocabulary, at each position of texts. "
+        "Settings say how both compute: model.dtype=bfloat16 trainer.layout=packed generator.vllm.dtype=float32.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder, hub name or builtin:NAME, as model.path")
+    parser.add_argument(
+        "--engine", default="hf", help="hf, vllm, or the URL of a server of this model (its top tokens)"
+    )
+    parser.add_argument("--texts", type=Path, help="a file with one text a line; else the model writes some")
+    parser.add_argument("--number", type=int, default=16, help="texts (16)")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="the most tokens that are read of a text, or written (128)"
+    )
+    parser.add_argument("--top-k", type=int, default=20, help="likeliest tokens that are counted alike (20)")
+    parser.add_argument("--picture", type=Path, help="a PNG or SVG file of the KL by position")
+    parser.add_argument("--most", type=float, metavar="NATS", help="exit status 1 where a position's KL is above this")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_intermixed_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from skyrl_train.runs.checks import compare
+
+    found, config, tokenizer = compare.compare(
+        options.model,
+        options.engine,
+        texts=options.texts,
+        number=options.number,
+        tokens=options.tokens,
+        top_k=options.top_k,
+        overrides=options.settings,
+    )
+    title = f"{options.model}: trainer {config.model.dtype}, {config.trainer.layout} rows; engine {options.engine}"
+    sys.stdout.write(f"{title}\n\n{compare.table(found, tokenizer)}\n")
+    if options.picture is not None:
+        compare.draw(found, options.picture, title)
+    return int(options.most is not None and not float(found.kl.max()) <= options.most)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ any other model with what the command states, so `+experiment=gsm8k_multiturn` t
 
 from __future__ import annotations
 
-from skyrl_train.system.processes import TYPE_CHECKING, end_at_once_on_signals
+from skyrl_train import config, runs
+from skyrl_train.runs import cli
+from skyrl_train.system import TYPE_CHECKING
+from skyrl_train.system.processes import end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -17,18 +20,13 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script `skyrl-generate`."""
     end_at_once_on_signals()  # first of all: what is imported next takes a second
-    from skyrl_train.runs.cli import start
-
-    start(_generate, config_name="config", trains=False)
+    if not cli.answers_help(config_name="config"):
+        cli.start(_generate, config_name="config", trains=False)
 
 
 def _generate(node: DictConfig) -> None:
-    from skyrl_train.config import Config
-    from skyrl_train.runs import evaluate
-    from skyrl_train.runs.cli import exit_on_errors, load_node
-
-    with exit_on_errors(node) as ending:
-        evaluate(load_node(node, Config), on_end=ending.begins)
+    with cli.exit_on_errors(node) as ending:
+        runs.evaluate(cli.load_node(node, config.Config), on_end=ending.begins)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from skyrl_train import config as schema, runs
+from skyrl_train.config import derived
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
+from skyrl_train.runs import cli
 from skyrl_train.system import install_command
 from skyrl_train.system.files import keep_private, write_atomically
 
@@ -42,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--keys", type=Path, help="lines of a key and its tenant; one is made in the folder unless given"
     )
     parser.add_argument("--name", help="the base model's name for clients, ORG/NAME; unless given that of model.path")
+    each = "of each tenant, at most: "
+    parser.add_argument("--max-adapters", type=_at_least_1, default=2000, help=f"{each}models that are not unloaded")
+    parser.add_argument("--max-bytes", type=_at_least_1, default=256 << 30, help=f"{each}of its checkpoints on disk")
+    parser.add_argument("--max-requests", type=_at_least_1, default=20_000, help=f"{each}requests without an outcome")
+    parser.add_argument(
+        "--models-in-memory", type=_at_least_1, default=64, metavar="N", help="of which more wait in the folder"
+    )
     args = parser.parse_intermixed_args(argv)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -60,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from skyrl_train.config import Config
-    from skyrl_train.runs import ServerSettings, cli, serve
-
     args.folder.mkdir(parents=True, exist_ok=True)
     keep_private(args.folder)
     tenants = read_keys(args.keys or _own_keys(args.folder))
@@ -75,11 +82,28 @@ def _serve(args: argparse.Namespace) -> None:
 
     words = ["generator.sampling.temperature=1.0", *args.settings, f"output_dir={args.folder.absolute()}"]
     config = cli.checked_config(words, config_name="config")
-    assert isinstance(config, Config)
-    settings = ServerSettings(
-        folder=args.folder, tenants=tenants, name=args.name or "", host=args.host, port=args.port, announce=announce
+    assert isinstance(config, schema.Config)
+    runs.require_served(config.generator, config.placement)
+    settings = runs.ServerSettings(
+        folder=args.folder,
+        tenants=tenants,
+        name=args.name or "",
+        host=args.host,
+        port=args.port,
+        max_adapters=args.max_adapters,
+        max_bytes=args.max_bytes,
+        max_requests=args.max_requests,
+        models_in_memory=args.models_in_memory,
+        announce=announce,
     )
-    serve(config, settings)
+    config = runs.resolve(config).config
+    runs.serve(settings, config, derived.learner_settings(config, "policy"), config.generator)
+
+
+def _at_least_1(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {word!r}")
+    return int(word)
 
 
 def read_keys(path: Path) -> Mapping[str, str]:

@@ -9,7 +9,10 @@ Exit status as of `main.py`.
 
 from __future__ import annotations
 
-from skyrl_train.system.processes import TYPE_CHECKING, end_at_once_on_signals
+from skyrl_train import config, runs
+from skyrl_train.runs import cli
+from skyrl_train.system import TYPE_CHECKING
+from skyrl_train.system.processes import end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -18,20 +21,15 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script `skyrl-sft`."""
     end_at_once_on_signals()  # first of all: what is imported next takes a second
-    from skyrl_train.runs.cli import start
-
-    start(_train, config_name="sft")
+    if not cli.answers_help(config_name="sft"):
+        cli.start(_train, config_name="sft")
 
 
 def _train(node: DictConfig) -> float | None:
-    from skyrl_train.config import SFTConfig
-    from skyrl_train.runs import swept_metric, train_sft
-    from skyrl_train.runs.cli import exit_on_errors, load_node
-
-    with exit_on_errors(node) as ending:
-        config = load_node(node, SFTConfig)
-        train_sft(config, on_end=ending.begins)
-        return swept_metric(config)
+    with cli.exit_on_errors(node) as ending:
+        loaded = cli.load_node(node, config.SFTConfig)
+        runs.train_sft(loaded, on_end=ending.begins)
+        return runs.swept_metric(loaded)
 
 
 if __name__ == "__main__":

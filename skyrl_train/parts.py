@@ -93,6 +93,7 @@ DATA_READERS = Seam(
         "hub": Builtin("skyrl_train.data.sources.hub:read_hub"),
         "memory": Builtin("skyrl_train.objects:rows_at"),
         "reasoning_gym": Builtin("skyrl_train.data.tasks.reasoning_tasks:read_tasks", settings="data.reasoning_gym"),
+        "harbor": Builtin("skyrl_train.rollout.adapters.harbor_tasks:read_tasks"),
     },
     given=("location",),
 )
@@ -117,6 +118,7 @@ ENVIRONMENTS = Seam(
         "word_problems": Builtin("skyrl_train.rollout.envs.word_problems:WordProblemsEnv"),
         "single_turn": Builtin("skyrl_train.rollout.rewards.reward_functions:SingleTurn"),
         "reported": Builtin("skyrl_train.rollout.rewards.reward_functions:Reported"),
+        "harbor": Builtin("skyrl_train.rollout.adapters.harbor_tasks:HarborTask"),
     },
     names_elsewhere=True,
 )

@@ -29,10 +29,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from skyrl_train.declarations import Argument, Builtin, declared_arguments
-from skyrl_train.declarations import Reads as Reads  # plug-ins have both from here
-from skyrl_train.declarations import reads as reads
+from skyrl_train.declarations import (
+    Argument,
+    Builtin,
+    Reads as Reads,  # plug-ins have both from here
+    declared_arguments,
+    reads as reads,
+)
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.system import lacking
 
 PartSpec = str | Mapping[str, Any]
 """What a setting says of a part: a name, a target, or a mapping with `_target_` and keyword arguments."""
@@ -324,6 +329,8 @@ def _no_attr(error: Exception, owner: object, name: str, called: str) -> str:
 
 def _where(error: Exception, module: str) -> str:
     """Return what follows an error of an import: the line that raised it, or how a module would be found."""
+    if lacks := lacking(error):
+        return f". {lacks}"
     missing = isinstance(error, ModuleNotFoundError) and module.split(".")[0] == str(error.name).split(".")[0]
     if isinstance(error, FileNotFoundError) or not missing:
         return own_line(error)

@@ -310,7 +310,7 @@ class Tokenizer(Protocol):
 
 
 class Outcome(str, Enum):
-    """How a trajectory ended."""
+    """How a trajectory ended: by its environment, at a limit, or by a failure."""
 
     DONE = "done"
     """The environment said so."""

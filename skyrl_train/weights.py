@@ -456,11 +456,11 @@ class _StoredSender(WeightSender):
         return facts_of(self._tensors)
 
     def share(self, planned: Bucket) -> Bucket:
-        """Return the tensors themselves."""
+        """Return the bucket with the tensors themselves, which are not copied."""
         return replace(planned, tensors=tuple(tensor for _, tensor in self._chosen(planned)))
 
     def carry(self, planned: Bucket) -> Bucket:
-        """Return their bytes."""
+        """Return the bucket with its tensors as bytes, one behind the other."""
         return pack_bucket(self._chosen(planned))
 
     def carry_part(self, planned: Bucket) -> Bucket:

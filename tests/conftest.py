@@ -18,7 +18,11 @@ settings.register_profile("project", deadline=None, derandomize=os.environ.get("
 settings.load_profile("project")
 
 
+gc.disable()  # until all is imported and collected, of which nothing is garbage
+
+
 def pytest_collection_finish() -> None:
     """The garbage collector leaves alone what was imported and collected, through which it looked again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()

@@ -282,6 +282,19 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def resident_mib(kind: str = "VmRSS") -> float:
+    """Return what this process holds now, or another number of `/proc/self/status`; Linux alone."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 1024
+
+
+def peak_of(work: Callable[[], object]) -> float:
+    """Return the most MiB that this process held while it did this work; Linux alone."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    work()
+    return resident_mib("VmHWM")
+
+
 def spread(values: Sequence[float]) -> str:
     """Return `0.912 ± 0.013`: mean and standard deviation; the mean alone of one value."""
     return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")

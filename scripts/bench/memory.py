@@ -45,7 +45,7 @@ from skyrl_train.learner.memory import (
     probe_rows,
     size_micro_batches,
 )
-from skyrl_train.plan.memory import models_of
+from skyrl_train.plan import models_of
 
 LONGEST = 256
 ROWS_PER_STEP = 128

@@ -2,6 +2,7 @@
 
     python scripts/bench/rollouts.py
     python scripts/bench/rollouts.py --models tiny --engines ours,transformers --rounds 3
+    python scripts/bench/rollouts.py --models builtin:tiny_qwen2,FOLDER --shapes bound --engines ours --turns 1
 
 A wave is some prompts of several samples each. A response's length is drawn beforehand, long-tailed, and no engine may stop
 sooner, so that all make the same tokens; only those are counted. `transformers.generate` gets the wave as one batch with
@@ -10,12 +11,15 @@ by an observation and a second response: this package's engine keeps what the fi
 prefix cache, `transformers.generate` begins again.
 
 Each measurement is a process of its own on one thread; engines take turns, and medians of CPU seconds are quoted after one
-wave that is not counted. An engine that is not installed is left out with the reason.
+wave that is not counted. Of the first turn the share of the least time is told (`rollouts_bound.py`); one above 1 is an
+error and the exit status 1. `--shapes bound` are the eight shapes that shares were agreed on before anything was tuned. An
+engine that is not installed is left out with the reason.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -23,8 +27,10 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import product
 
+import core_rates
 import harness
-from update_work import EOS, FIRST_TOKEN, PAD, SIZES, build_model
+from rollouts_bound import cache_bytes, least_s
+from update_work import EOS, FIRST_TOKEN, PAD, build_model, size_of
 
 Wave = list[tuple[list[int], int]]
 """(prompt, tokens of its response)."""
@@ -43,6 +49,11 @@ SHAPES = {
     "long answers": (8, 8, (50, 90), 250, 600),
     "long prompts": (8, 8, (500, 800), 60, 200),
 }
+BOUND_SHAPES = {
+    f"{prompts}x{samples}, p{prompt}, a{answer}": (prompts, samples, (prompt, prompt), answer, answer)
+    for (prompts, samples), prompt, answer in product(((4, 8), (1, 16)), (100, 700), (40, 500))
+}
+"""Shapes that shares of the bound are told of; answers are long-tailed and at most so long."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,9 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.one:
         print(json.dumps(measure(**json.loads(args.one))))
         return
-    engines = args.engines.split(",")
+    engines, above = args.engines.split(","), list[str]()
+    shapes = list(BOUND_SHAPES) if args.shapes == "bound" else args.shapes.split(";" if ";" in args.shapes else ",")
+    rates = core_rates.measured_now()
+    print(f"core now: {rates.line()}; load {os.getloadavg()[0]:.1f}", flush=True)
     table = harness.Table("model", "shape", "turns", *engines)
-    for model, shape, turns in product(args.models.split(","), args.shapes.split(","), map(int, args.turns.split(","))):
+    for model, shape, turns in product(args.models.split(","), shapes, map(int, args.turns.split(","))):
         spec = {"model": model, "shape": shape, "turns": turns}
 
         def rate(engine: str, _: int, spec: dict[str, object] = spec) -> float:
@@ -68,13 +82,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             return float(one["tokens"] / one["seconds"])
 
         found, failed = harness.in_turns(engines, range(args.rounds), rate)
-        rates = {name: statistics.median(values) for name, values in found.items()}
-        first = rates.get(engines[0])
-        times = {name: f" {first / each:.1f}x" if first else "" for name, each in rates.items()}
+        speeds = {name: statistics.median(values) for name, values in found.items()}
+        first = speeds.get(engines[0])
+        times = {name: f" {first / each:.1f}x" if first else "" for name, each in speeds.items()}
+        wave, rates = first_wave(model, shape), core_rates.measured_now()
+        least = least_s(wave, size_of(model), rates, cache_bytes())
+        most = sum(wanted for _, wanted in wave) / least
+        shares = {name: f", {each / most:.0%} of the bound" if turns == 1 else "" for name, each in speeds.items()}
+        above += [f"{model}, {shape}, {name}" for name, each in speeds.items() if turns == 1 and each > most]
         cells = [
-            failed[name][:24] if name in failed else f"{rates[name]:,.0f} tokens/s{times[name]}" for name in engines
+            failed[name][:24] if name in failed else f"{speeds[name]:,.0f} tokens/s{times[name]}{shares[name]}"
+            for name in engines
         ]
         table.row(model, shape, turns, *cells)
+    if above:
+        raise SystemExit(f"above the bound, so that the count or the rates are wrong: {'; '.join(above)}")
 
 
 def measure(*, model: str, shape: str, turns: int, engine: str) -> dict[str, float]:
@@ -82,12 +104,7 @@ def measure(*, model: str, shape: str, turns: int, engine: str) -> dict[str, flo
     import torch
 
     torch.set_num_threads(1)
-    prompts, samples, prompt_tokens, median, most = SHAPES[shape]
-    rng = random.Random(0)
-    first: Wave = []
-    for _ in range(prompts):
-        prompt = _ids(rng, rng.randint(*prompt_tokens), SIZES[model].vocabulary)
-        first += [(prompt, min(most, max(8, round(median * rng.lognormvariate(0, 0.7))))) for _ in range(samples)]
+    first = first_wave(model, shape)
     generate = {"ours": _ours, "transformers": _transformers, "vllm": _vllm}[engine](model, first)
     for _ in range(2):
         rng, wave, tokens = random.Random(1), first, 0
@@ -97,7 +114,7 @@ def measure(*, model: str, shape: str, turns: int, engine: str) -> dict[str, flo
             tokens += sum(map(len, responses))
             if turn + 1 < turns:
                 wave = [
-                    (prompt + response + _ids(rng, 12, SIZES[model].vocabulary), wanted)
+                    (prompt + response + _ids(rng, 12, size_of(model).vocabulary), wanted)
                     for (prompt, wanted), response in zip(wave, responses)
                 ]
         seconds = time.process_time() - start
@@ -105,12 +122,23 @@ def measure(*, model: str, shape: str, turns: int, engine: str) -> dict[str, flo
     return {"seconds": seconds, "tokens": tokens}
 
 
+def first_wave(model: str, shape: str) -> Wave:
+    """Return what is asked in the first turn; the same in every process."""
+    prompts, samples, prompt_tokens, median, most = {**SHAPES, **BOUND_SHAPES}[shape]
+    rng = random.Random(0)
+    first: Wave = []
+    for _ in range(prompts):
+        prompt = _ids(rng, rng.randint(*prompt_tokens), size_of(model).vocabulary)
+        first += [(prompt, min(most, max(8, round(median * rng.lognormvariate(0, 0.7))))) for _ in range(samples)]
+    return first
+
+
 def _ours(model: str, first: Wave) -> Engine:
     """This package's engine, as `generator=hf` runs it: sorted, in batches of at most 256."""
     from skyrl_train.inference import Decoder, use_grouped_attention
     from skyrl_train.types import GenerationRequest, SamplingParams
 
-    loaded = build_model(SIZES[model]).eval().requires_grad_(False)
+    loaded = build_model(size_of(model)).eval().requires_grad_(False)
     use_grouped_attention(loaded)
     decoder = Decoder(loaded, eos_token_ids=frozenset(), pad_token_id=PAD, decode_text=lambda _: "")
 
@@ -141,7 +169,7 @@ def _ours(model: str, first: Wave) -> Engine:
 def _transformers(model: str, first: Wave) -> Engine:  # noqa: ARG001
     import torch
 
-    loaded = build_model(SIZES[model]).eval().requires_grad_(False)
+    loaded = build_model(size_of(model)).eval().requires_grad_(False)
 
     def generate(wave: Wave) -> list[list[int]]:
         width, longest = max(len(prompt) for prompt, _ in wave), max(wanted for _, wanted in wave)
@@ -167,7 +195,7 @@ def _vllm(model: str, first: Wave) -> Engine:  # noqa: ARG001
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
-        build_model(SIZES[model]).save_pretrained(folder)
+        build_model(size_of(model)).save_pretrained(folder)
         llm = LLM(
             model=folder,
             skip_tokenizer_init=True,

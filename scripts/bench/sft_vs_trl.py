@@ -119,8 +119,7 @@ def run_trl(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> Curve:
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import SFTConfig as TRLConfig
-    from trl import SFTTrainer
+    from trl import SFTConfig as TRLConfig, SFTTrainer
 
     folder = resolve_model_path(args.model)
     accumulate, rest = divmod(args.batch_size, args.trl_micro_batch_size)

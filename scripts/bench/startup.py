@@ -1,15 +1,21 @@
-"""Where the time goes from the command to the first rollout.
+"""Where the time goes from the command to the first rollout, and what short commands cost.
 
     python scripts/bench/startup.py                                              # the quickstart, in one process
     python scripts/bench/startup.py placement=cpu_2 strategy=fsdp2 generator=vllm
+    python scripts/bench/startup.py --commands 3 --against main                  # CPU seconds, beside another commit's
 
-Runs one step of `+experiment=gsm8k_multiturn` with these overrides and prints a row per stage, in seconds since the
-command was typed. A stage ends where the function that it is named after returns.
+`--commands N` prints CPU seconds of `--help`, of a plan, and of a whole run of one step, all of their processes counted:
+medians of N rounds in which the trees take turns. Without it one step of `+experiment=gsm8k_multiturn` runs with these
+overrides, and a row per stage is printed, in seconds since the command was typed. A stage ends where the function that it is
+named after returns.
 """
 
 from __future__ import annotations
 
 import json
+import resource
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +26,11 @@ from typing import Any
 
 import harness
 
+COMMANDS = {
+    "--help": ("skyrl_train.main", "--help"),
+    "plan": ("skyrl_train.plan", "+experiment=gsm8k_multiturn"),
+    "one step": ("skyrl_train.main", "+experiment=gsm8k_multiturn", "data.validation=[]", "trainer.total_steps=1"),
+}
 OVERRIDES = ("+experiment=gsm8k_multiturn", "data.validation=[]", "trainer.total_steps=1")
 DEADLINE_S = 600.0
 
@@ -69,11 +80,52 @@ def run_child(folder: Path, overrides: Sequence[str]) -> None:
     entry.main()
 
 
+def run_commands(rounds: int, against: str | None) -> None:
+    """Print a row for each command, and a column of CPU seconds for each tree."""
+    with tempfile.TemporaryDirectory(prefix="bench-startup-") as scratch:
+        trees = {"this tree": harness.ROOT}
+        if against:
+            trees[against] = Path(scratch) / "tree"
+            git = ["git", "-C", str(harness.ROOT)]
+            archive = subprocess.run([*git, "archive", against], capture_output=True, check=True, timeout=DEADLINE_S)
+            trees[against].mkdir()
+            subprocess.run(["tar", "-x"], cwd=trees[against], input=archive.stdout, check=True, timeout=DEADLINE_S)
+
+        table = harness.Table("command", *(f"{name}, CPU s" for name in trees))
+        for command, words in COMMANDS.items():
+
+            def measure(tree: str, number: int, command: str = command, words: Sequence[str] = words) -> float:
+                folder = Path(scratch) / f"{command}-{number}-{list(trees).index(tree)}"
+                further = [f"hydra.run.dir={folder}"] if command == "one step" else []
+                before = _children_s()
+                harness.apart(["-m", *words, *further], packages=[str(trees[tree])], cwd=scratch, deadline_s=DEADLINE_S)
+                return _children_s() - before
+
+            harness.in_turns(trees, [-1], measure)  # which compiles each tree's modules
+            found, failed = harness.in_turns(trees, range(rounds), measure)
+            table.row(
+                command,
+                *(f"{statistics.median(found[name]):.2f}" if name in found else failed[name][:60] for name in trees),
+            )
+
+
+def _children_s() -> float:
+    """CPU seconds of all children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main(argv: Sequence[str]) -> None:
     if argv[:1] == ["--child"]:
         run_child(Path(argv[1]), argv[2:])
         return
-    harness.arguments(__doc__).parse_known_args(argv)  # for --help: what is left goes to the command
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--commands", type=int, metavar="ROUNDS", help="CPU seconds of short commands")
+    parser.add_argument("--against", metavar="COMMIT", help="with --commands: measured beside this tree")
+    args, _ = parser.parse_known_args(argv)  # what is left goes to the command
+    if args.commands:
+        run_commands(args.commands, args.against)
+        return
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as scratch:
         started = time.time()
         harness.apart([__file__, "--child", scratch, *argv], deadline_s=DEADLINE_S)

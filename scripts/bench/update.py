@@ -2,6 +2,7 @@
 
     python scripts/bench/update.py compare --models tiny,mid --kinds single,step --rounds 3
     python scripts/bench/update.py shapes --model FOLDER --dtypes float32,bfloat16      # of a model of Hugging Face's
+    python scripts/bench/update.py bound --models builtin:tiny_qwen2,small,FOLDER --dtypes float32,bfloat16
     python scripts/bench/update.py growth                      # cost against turns and samples, and the plot
     python scripts/bench/update.py head                        # logits memory at a large vocabulary
     python scripts/bench/update.py --device cuda               # tokens/s and GPU, model FLOPs utilisation; or --device cpu
@@ -15,6 +16,10 @@ folder of their own, which is put before everything else for its processes alone
     python scripts/bench/update.py peers           # pip installs the releases below into ~/.cache/skyrl_train/peers, once
     python scripts/bench/update.py shapes          # how many times faster, over shapes of rollouts; a missing peer is named
 
+`bound` prints what each shape must compute at least, the least time of this core for it (`update_bound.py`,
+`core_rates.py`), and which share of that each trainer reaches; a share above 1 is an error and the exit status 1. With
+`--costs` it names what takes 3 % of our update or more.
+
 `--at NAME=FOLDER` names another folder. `--tokens` is the cap of a micro-batch for all but TRL, which counts rows and
 gets 8.
 """
@@ -23,18 +28,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import core_rates
 import harness
 from update_checks import compare_gradients
 from update_peers import PACKAGES, PEERS, install, is_there, package_folders
 from update_work import KINDS, SHAPES, size_of
+
+from skyrl_train.system import LARGE_PAGES
 
 OURS = ("padded", "packed", "merged", "shared", "auto")
 CURVES = {"padded": "padded", "packed": "packed", "shared": "turns merged, prefixes shared"}
@@ -57,10 +67,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     compare.add_argument("--models", default="tiny,mid")
     compare.add_argument("--kinds", default="single,step")
     compare.add_argument("--variants", default=",".join(["trl", *OURS, *list(PEERS)[1:]]))
+    bound = commands.add_parser("bound")
+    bound.add_argument("--models", default="builtin:tiny_qwen2,small")
+    bound.add_argument("--shapes", default=",".join(SHAPES))
+    bound.add_argument("--peers", default="", help="of those that are installed: " + ",".join(PEERS))
+    bound.add_argument("--costs", action="store_true", help="name what takes 3 % of our update or more")
     shapes.add_argument("--models", default="tiny,small")
     shapes.add_argument("--shapes", default=",".join(SHAPES))
     shapes.add_argument("--peers", default=",".join(PEERS), help="the other columns stay empty")
-    for each in (compare, shapes):
+    for each in (compare, shapes, bound):
         each.add_argument("--model", metavar="FOLDER", help="a model of Hugging Face's in place of --models")
         each.add_argument(
             "--at", action="append", default=[], metavar="PACKAGE=FOLDER", help="where a peer is installed"
@@ -73,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     growth.add_argument("--model", default="tiny")
     growth.add_argument("--plot", default=str(harness.ROOT / "docs" / "images" / "update_cost.png"))
     growth.add_argument("--steps", type=int, default=3)
-    for each in (compare, shapes, growth):
+    for each in (compare, shapes, growth, bound):
         each.add_argument("--tokens", type=int, default=4096, help="computed positions of a micro-batch (ours)")
     head = commands.add_parser("head")
     head.add_argument("--vocabulary", type=int, default=151_936)
@@ -90,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("name a command (shapes, compare, growth, head, peers), or --device")
     {
         "shapes": run_shapes,
+        "bound": run_bound,
         "compare": run_compare,
         "growth": run_growth,
         "head": run_head,
@@ -171,8 +187,66 @@ def run_shapes(args: argparse.Namespace) -> None:
             )
 
 
+def run_bound(args: argparse.Namespace) -> None:
+    """Two tables: what each shape must compute and move, with the least seconds for it; and each trainer's share of that.
+
+    Raises SystemExit where a share is above 1: the count or the rates are wrong then.
+    """
+    from update_bound import Work
+
+    folders = package_folders(args.at)
+    peers = [name for name in filter(None, args.peers.split(",")) if is_there(PEERS[name][0], folders)]
+    now = core_rates.measured_now()
+    best = core_rates.kept() or now
+    print(f"core now: {now.line()}; best seen: {best.line()}; load {os.getloadavg()[0]:.1f}", flush=True)
+    table = harness.Table(
+        *("model, type, shape", "trainer", "positions", "distinct", "linear / attention / head, GFLOP"),
+        *("weights / optimizer, MB", "least s", "CPU s", "share", "of the best core", "peak / held, MiB"),
+    )
+    above: list[str] = []
+    for model, dtype, shape in product(_models(args), args.dtypes.split(","), args.shapes.split(",")):
+        kind, content = SHAPES[shape]
+        found, missing = _interleaved(args, model, dtype, kind, ["auto", *peers], folders, {**content, "bound": True})
+        if "auto" not in found:
+            raise SystemExit(f"{model}, {shape}, {dtype} failed:\n{missing['auto']}")
+        now = core_rates.measured_now()  # as it is around this measurement, and not an hour ago
+        work = Work(**found["auto"]["extra"]["work"])
+        least, least_best = work.least_s(now, dtype), work.least_s(core_rates.kept() or now, dtype)
+        for name, row in found.items():
+            ratio = least / row["cpu_s"]
+            table.row(
+                f"{model}, {dtype}, {shape}",
+                name,
+                f"{row['positions']:,}",
+                f"{work.positions:,}",
+                " / ".join(f"{each / 1e9:,.1f}" for each in (work.linear, work.attention, work.head)),
+                " / ".join(f"{each / 1e6:,.1f}" for each in (work.weight_bytes, work.optimizer_bytes)),
+                f"{least:.3f}",
+                f"{row['cpu_s']:.3f}",
+                f"{ratio:.1%}",
+                f"{least_best / row['cpu_s']:.1%}",
+                _memory(row["extra"]),
+            )
+            above += [f"{model}, {shape}, {dtype}, {name}: {ratio:.3f}"] if ratio > 1 else []
+        if args.costs:
+            print(
+                f"costs: {', '.join(f'{name} {share:.1%}' for name, share in found['auto']['extra']['costs'].items())}"
+            )
+        for name, reason in missing.items():
+            print(f"{name}: {reason}", flush=True)
+    if above:
+        raise SystemExit("above the bound, so the count or the rates are wrong:\n" + "\n".join(above))
+
+
 def _models(args: argparse.Namespace) -> list[str]:
     return [args.model] if args.model else args.models.split(",")
+
+
+def _memory(extra: dict[str, Any]) -> str:
+    """The peak of an update without what the process held beside it, over what must be held; empty for a peer's."""
+    if not extra:
+        return ""
+    return f"{extra['peak_mib']:,.0f} / {extra['held_mib']:,.0f} = {extra['peak_mib'] / extra['held_mib']:.2f}"
 
 
 def _note(row: dict[str, Any]) -> str:
@@ -203,7 +277,8 @@ def _interleaved(
                 "tokens": args.tokens,
                 "bf16": dtype == "bfloat16",
                 "gradients": "" if number else f"{folder}/{variant}.pt",
-                "work": work,
+                "work": {name: each for name, each in work.items() if name != "bound"},
+                "bound": bool(work.get("bound")) and number == args.rounds - 1,
             }
             return _measure(spec, folders.get(PEERS[variant][0], "") if variant in PEERS else "")
 
@@ -217,6 +292,7 @@ def _interleaved(
             "rows": rounds[0].get("rows", 0),
             "peak_mib": statistics.median(each["peak_mib"] for each in rounds),
             "distance": distances[variant],
+            "extra": rounds[-1].get("extra", {}),
             "differs": variant in differing,
         }
         for variant, rounds in samples.items()
@@ -226,7 +302,10 @@ def _interleaved(
 
 def _measure(spec: dict[str, Any], overlay: str = "") -> dict[str, Any]:
     """`overlay` is a folder of packages that come first. Raises MeasurementError."""
-    found: dict[str, Any] = harness.answer(harness.apart([__file__, "one", json.dumps(spec)], packages=[overlay]))
+    settings = {} if spec["variant"] in PEERS else LARGE_PAGES  # as a run of ours sets it
+    found: dict[str, Any] = harness.answer(
+        harness.apart([__file__, "one", json.dumps(spec)], packages=[overlay], **settings)
+    )
     harness.log({**spec, **found})
     return found
 
@@ -251,6 +330,7 @@ def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
     from update_ours import Ours
 
     ours = Ours(size, conversations, variant=spec["variant"], tokens=spec["tokens"], bf16=spec["bf16"])
+    begun_mib = harness.resident_mib()
     ours.score()
     ours.accumulate()
     gradients = ours.gradients() if spec["gradients"] else {}
@@ -261,7 +341,28 @@ def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
         ours.update()
         if number >= spec["untimed"]:
             seconds.append(time.process_time() - start)
-    return {"cpu_s": seconds, "positions": ours.positions, "rows": ours.batch.num_rows, "gradients": gradients}
+    found = {"cpu_s": seconds, "positions": ours.positions, "rows": ours.batch.num_rows, "gradients": gradients}
+    if spec.get("bound"):
+        clones_mib = sum(each.nbytes for each in gradients.values()) / 2**20
+        found["extra"] = _bound_of(ours, size, statistics.median(seconds), begun_mib + clones_mib)
+    return found
+
+
+def _bound_of(ours: Any, size: Any, cpu_s: float, begun_mib: float) -> dict[str, Any]:
+    """What the update must compute, and what it holds and costs, by two more updates that are looked at. `begun_mib` was
+    there with the weights and nothing else."""
+    from update_bound import Costs, held_mib, work_of
+
+    peak = harness.peak_of(ours.update)
+    with Costs() as costs:
+        ours.update()
+    parameters = sum(parameter.numel() for parameter in ours.engine.parameters.values())
+    return {
+        "work": asdict(work_of(ours.batch, size, parameters)),
+        "costs": costs.named(cpu_s),
+        "held_mib": held_mib(ours),
+        "peak_mib": peak - begun_mib + 4 * parameters / 2**20,
+    }
 
 
 def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:

@@ -27,6 +27,13 @@ class ModelSize:
     vocabulary: int
     folder: str = ""
     """Where its weights are; empty: random ones."""
+    head_dim: int = 0
+    """Numbers of a head's query; 0: the hidden size over the heads."""
+
+    @property
+    def head(self) -> int:
+        """Numbers of one head's query, key or value."""
+        return self.head_dim or self.hidden // self.heads
 
 
 SIZES = {
@@ -58,6 +65,7 @@ def size_of(model: str) -> ModelSize:
         found.intermediate_size,
         found.vocabulary_size,
         str(folder),
+        found.head_dim,
     )
 
 

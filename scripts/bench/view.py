@@ -1,13 +1,15 @@
 """How long the viewer takes for a run of many turns: the first page, and every filter, answered and on the screen.
 
     python scripts/bench/view.py [--turns 100000] [--check]
+    python scripts/bench/view.py --steps 10000 --rows 1000 [--check]        a long run: as many trajectories in each step
 
 Writes a synthetic run (tests/support/view_runs.py), starts `skyrl-view` on it as a user would, and asks over HTTP. What
 the first view needs is asked for right after the address is printed, with nothing read before; then the filters of the
 lists, each three times, of which the slowest counts. Then a Chromium without a window, where there is one, opens
 another fresh viewer: the first paint and the first view with its data drawn count from the request on, a filter from the
-change of the address until the list is drawn. With `--check` the exit status is 1 where a first view takes 2 s or a
-filter 1 s.
+change of the address until the list is drawn. Then overview and list are scrolled through, a frame at a time, while Chromium
+reports what keeps its main thread for more than 50 ms. With `--check` the exit status is 1 where a first view takes 2 s, a
+filter 1 s, or anything is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import harness
 import httpx
 
 from tests.support.browser_pages import CHROMIUM, DRIVER, Page, served, start_chromium
-from tests.support.view_runs import write_large_run
+from tests.support.view_runs import write_large_run, write_long_run
 
 FIRST = ("", "api/runs", "api/overview", "api/metrics", "api/facets", "api/trajectories")
 FILTERS = {
@@ -44,19 +46,41 @@ FILTERS = {
 FIRST_LIMIT_S = 2.0
 FILTER_LIMIT_S = 1.0
 START_LIMIT_S = 60.0
+LONGEST_TASK_S = 0.05
+"""What Chromium calls a long task: a shorter one is not reported, and counts as 0."""
+SCROLL = """
+const done = arguments[0], frames = 240;
+let longest = 0, drawn = 0;
+new PerformanceObserver((list) => {
+  for (const task of list.getEntries()) longest = Math.max(longest, task.duration);
+}).observe({ type: "longtask" });
+const next = () => {
+  scrollBy(0, drawn < frames / 2 ? 300 : 3000);
+  if (++drawn < frames) requestAnimationFrame(next);
+  else setTimeout(() => done(longest / 1000), 500);
+};
+requestAnimationFrame(next);
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each question; the exit status."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--turns", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=0, help="with --rows: a run of so many steps")
+    parser.add_argument("--rows", type=int, default=1000, help="with --steps: trajectories in each")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        run = write_large_run(Path(folder) / "run", turns=args.turns)
+        run = Path(folder) / "run"
+        if args.steps:
+            write_long_run(run, steps=args.steps, rows=args.rows)
+        else:
+            write_large_run(run, turns=args.turns)
         files = list(run.glob("rollouts/*"))
         size = sum(file.stat().st_size for file in files) / 1e6
-        print(f"about {args.turns} turns in {len(files)} files, {size:.0f} MB")
+        what = f"{args.steps} steps of {args.rows} trajectories" if args.steps else f"about {args.turns} turns"
+        print(f"{what} in {len(files)} files, {size:.0f} MB")
         began = time.perf_counter()
         with served(run) as address:
             print(f"{'start of the command':28} {time.perf_counter() - began:6.2f} s")
@@ -97,12 +121,14 @@ def measure_page(address: str, profile: Path) -> dict[str, tuple[float, float]]:
                 seconds.append(page.seconds_to(f"#/{view}?{urlencode(query | sort)}"))
             print(f"{name + ', on the screen':40} {max(seconds):6.2f} s")
             worst = max(worst, *seconds)
+        longest = max(page.open(view).driver.execute_async_script(SCROLL) for view in ("overview", "trajectories"))
     finally:
         driver.quit()
     return {
         "first paint": (paint, FIRST_LIMIT_S),
         "first view, drawn": (shown, FIRST_LIMIT_S),
         "slowest filter, drawn": (worst, FILTER_LIMIT_S),
+        "longest task while scrolling": (longest, LONGEST_TASK_S),
     }
 
 

@@ -1,54 +1,43 @@
 """Advantages, their filters and controllers: what a batch is worth, computed from its columns."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.algorithms.advantages import grpo
-    from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards, with_reward_columns
-    from skyrl_train.algorithms.controllers import (
-        EntropyControllerState,
-        KLControllerState,
-        initial_entropy_state,
-        initial_state,
-        mean_token_kl,
-        next_entropy_state,
-        next_state,
+    from skyrl_train.algorithms.advantages import grpo as grpo
+    from skyrl_train.algorithms.baseline_advantages import (
+        with_greedy_rewards as with_greedy_rewards,
+        with_reward_columns as with_reward_columns,
     )
-    from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
-    from skyrl_train.algorithms.estimate import advantage_inputs, estimate_advantages
-    from skyrl_train.algorithms.filters import differing_prompts, mask_rows, shape_rewards, with_sample_counts
-    from skyrl_train.algorithms.groups import score
-    from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
-    from skyrl_train.algorithms.self_distillation import teacher_logprobs
-    from skyrl_train.algorithms.step_columns import high_entropy, missing_step_column, with_step_columns
-
-__all__ = [
-    "AdvantageInputs",
-    "AdvantageOutput",
-    "EntropyControllerState",
-    "KLControllerState",
-    "SamplingState",
-    "advantage_inputs",
-    "differing_prompts",
-    "estimate_advantages",
-    "grpo",
-    "high_entropy",
-    "initial_entropy_state",
-    "initial_state",
-    "mask_rows",
-    "mean_token_kl",
-    "missing_step_column",
-    "next_entropy_state",
-    "next_state",
-    "sample_dynamically",
-    "score",
-    "shape_rewards",
-    "teacher_logprobs",
-    "with_greedy_rewards",
-    "with_reward_columns",
-    "with_sample_counts",
-    "with_step_columns",
-]
+    from skyrl_train.algorithms.controllers import (
+        EntropyControllerState as EntropyControllerState,
+        KLControllerState as KLControllerState,
+        initial_entropy_state as initial_entropy_state,
+        initial_state as initial_state,
+        mean_token_kl as mean_token_kl,
+        next_entropy_state as next_entropy_state,
+        next_state as next_state,
+    )
+    from skyrl_train.algorithms.dynamic_sampling import (
+        SamplingState as SamplingState,
+        sample_dynamically as sample_dynamically,
+    )
+    from skyrl_train.algorithms.estimate import (
+        advantage_inputs as advantage_inputs,
+        estimate_advantages as estimate_advantages,
+    )
+    from skyrl_train.algorithms.filters import (
+        differing_prompts as differing_prompts,
+        mask_rows as mask_rows,
+        shape_rewards as shape_rewards,
+        with_sample_counts as with_sample_counts,
+    )
+    from skyrl_train.algorithms.groups import score as score
+    from skyrl_train.algorithms.inputs import AdvantageInputs as AdvantageInputs, AdvantageOutput as AdvantageOutput
+    from skyrl_train.algorithms.self_distillation import teacher_logprobs as teacher_logprobs
+    from skyrl_train.algorithms.step_columns import (
+        high_entropy as high_entropy,
+        missing_step_column as missing_step_column,
+        with_step_columns as with_step_columns,
+    )
 
 __getattr__ = lazily(__name__)

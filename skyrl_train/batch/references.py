@@ -38,7 +38,7 @@ class ArraysHere:
     arrays: Mapping[str, NDArray[Any]]
 
     def read(self) -> Mapping[str, NDArray[Any]]:
-        """Return them."""
+        """Return the arrays themselves, which nobody may write into."""
         return self.arrays
 
 
@@ -148,7 +148,7 @@ class ReferencedColumns(Mapping[str, Tensor]):
         self.dtypes |= dict.fromkeys(self.spread, torch.float64)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one column, `[num_tokens]`."""
+        """Read one column of all rows, `[num_tokens]`, from where its pieces lie. Raises KeyError."""
         if name not in self.dtypes:
             raise KeyError(name)
         return self._read((name,))[name]
@@ -163,7 +163,7 @@ class ReferencedColumns(Mapping[str, Tensor]):
         return len(self.dtypes)
 
     def here(self) -> dict[str, Tensor]:
-        """Read all columns."""
+        """Read every column, `[num_tokens]` each, into this process."""
         return self._read(tuple(self.dtypes))
 
     def take(self, rows: Rows, row_offsets: Rows) -> ReferencedColumns:

@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, padded_metadata
-from skyrl_train.batch.batch_metadata import BatchMetadata as BatchMetadata
+from skyrl_train.batch.batch_metadata import DUMMY_ROW_LENGTH, BatchMetadata as BatchMetadata, padded_metadata
 from skyrl_train.batch.references import Layer, ReferencedColumns, RowSharing
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean
@@ -71,6 +70,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "sample_count": ColumnSpec(torch.int32, 0, True, "row"),
     "greedy_rewards": ColumnSpec(torch.float32, 0.0, True, "row"),
     "loss_index": ColumnSpec(torch.int32, 0, True, "row"),
+    "adapter_index": ColumnSpec(torch.int32, 0, True, "row"),
 }
 """Token columns (position t belongs to token t of `input_ids`), then row columns.
 
@@ -82,8 +82,8 @@ token (outside responses that of the metadata); absent where that is the metadat
 rollouts wait for each update. `routed_experts`: `[num_tokens, layers * k]`, as the engine recorded them; -1 where it did
 not. `trajectory_index`: unique in the batch; the rows of one trajectory share it. `is_padding`:
 the row stands for a failed trajectory or fills up a shard; never counted. `greedy_rewards`: of the greedy sample of its
-prompt. `loss_index`: which of the losses that a pass is given is the row's. Beside these there may be a row column for each
-of a trajectory's rewards; see `component_column`.
+prompt. `loss_index`: which of the losses that a pass is given is the row's. `adapter_index`: which of the adapters. Beside
+these there may be a row column for each of a trajectory's rewards; see `component_column`.
 """
 
 _COMPONENT = "reward/"
@@ -319,7 +319,7 @@ class TrainingInputBatch:
         return padded[:, :width].flatten(0, 1)[positions]
 
     def to(self, device: torch.device | str) -> TrainingInputBatch:
-        """All columns on `device`."""
+        """Return the batch with all columns on `device`."""
         # Found here, as a size that follows from lengths would make the host wait for the device.
         width, positions = self.padding()
         return replace(

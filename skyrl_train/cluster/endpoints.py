@@ -147,7 +147,7 @@ class RayEndpoint(Endpoint[W]):
 
     @property
     def members(self) -> tuple[object, ...]:
-        """The actors' handles."""
+        """The handles of the actors, by rank."""
         return tuple(actor.handle for actor in self.actors)
 
     @property

@@ -15,16 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, ask_for_sign_of_life, kill, reason_of, silent_for
-from skyrl_train.cluster.endpoints import RayEndpoint
+from skyrl_train.cluster.endpoints import RayEndpoint, Submitted
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
+from skyrl_train.cluster.rollouts import Made, MakesRollouts, Part
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.errors import ActorLostError, DeadlineError, EngineDeadError, EngineError
 from skyrl_train.inference import Paces, PrefixRouter, RequestGate, ServedTokens
@@ -62,6 +63,7 @@ class EngineGroup:
         *,
         num_threads: int,
         max_restarts: int,
+        rollouts: MakesRollouts | None = None,
     ) -> None:
         """Start the actors and return at once; `wait_ready` waits for them.
 
@@ -73,11 +75,12 @@ class EngineGroup:
             slots: One for each engine.
             num_threads: CPU threads of an actor.
             max_restarts: How often one engine may be started again.
+            rollouts: What makes rollouts beside each engine, where they are made there.
         """
         self._backend, self._settings, self._placement = backend, settings, placement
         self._session, self._slots, self.images = session, slots, session.images
         self.start_timeout_s = placement.start_timeout_s
-        self._num_threads, self._max_restarts = num_threads, max_restarts
+        self._num_threads, self._max_restarts, self._rollouts = num_threads, max_restarts, rollouts
         self._in_order = threading.Lock()
         self._restarts = [0] * len(slots)
         self._late: dict[int, RemoteActor] = {}
@@ -186,7 +189,13 @@ class EngineGroup:
         options = worker.options(max_restarts=0, runtime_env=env, **slot.options)
         secrets, settings = forwarded_environment(secret=True), replace(self._settings, awaits_weights=awaits_weights)
         return RemoteActor(
-            handle=options.remote(self._backend, settings, secrets=secrets, visible_devices=slot.visible_devices),
+            handle=options.remote(
+                self._backend,
+                settings,
+                secrets=secrets,
+                visible_devices=slot.visible_devices,
+                rollouts=self._rollouts,
+            ),
             role="inference engine",
             rank=index,
             log_folder=self._session.log_folder,
@@ -195,6 +204,21 @@ class EngineGroup:
     def _locate(self, actors: Sequence[RemoteActor], phase: Phase) -> None:
         for actor, identity in zip(actors, self.workers(actors).ask(EngineWorker.identify, phase)):
             actor.found_at(identity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What one engine is to answer, and another one where it dies over it."""
+
+    name: str
+    choose: Callable[[], int]
+    """The index of a living engine."""
+    begin: Callable[[RayEndpoint[EngineWorker], int], Submitted[Any]]
+    """Hands it to an engine; given how many were asked before."""
+    count: Callable[[int, Any], int]
+    """Takes note of an engine's answer, and returns its tokens."""
+    max_tokens: int | None = None
+    """Of the answer, by which an engine is found that is too slow; None leaves it the time that it takes."""
 
 
 class GroupEngine:
@@ -245,19 +269,33 @@ class GroupEngine:
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Raises ActorLostError where no engine is left, EngineError where the request cannot be answered."""
-        if not self.group.ready:
-            await asyncio.to_thread(self.group.wait_ready)
-        if not self._sharing.engines_serve:
-            await asyncio.to_thread(self._sharing.engines)
-        self._loop = asyncio.get_running_loop()
-        num_attempts = _MAX_ATTEMPTS + len(self.group.actors) - 1
-        for _ in range(num_attempts):
-            answer = await self._attempt(request)
-            if answer is not None:
-                output: GenerationOutput = answer.unwrap()
-                return output
-            self._num_moved += 1
-        raise EngineError(f"request {request.request_id}: {num_attempts} engines died over it, or were too slow")
+        sent = self.group.images.parted(request)
+
+        def count(index: int, output: GenerationOutput) -> int:
+            self._served.add(index, request, output)
+            return len(output.token_ids)
+
+        asked = _Asked(
+            name=request.request_id,
+            choose=partial(self._choose, request),
+            begin=lambda worker, _: worker.begin_asking(EngineWorker.generate, "generate", *sent),
+            count=count,
+            max_tokens=request.sampling.max_generate_length,
+        )
+        output: GenerationOutput = await self._answer_to(asked)
+        return output
+
+    async def roll_out(self, part: Part) -> Made:
+        """Have an engine make all samples of some prompts, beside it. Raises as `generate` does, and what the engine's
+        actor raises on purpose."""
+        asked = _Asked(
+            name=part.name,
+            choose=self._least_busy,
+            begin=lambda worker, attempt: worker.begin_asking(EngineWorker.roll_out, "generate", part, attempt),
+            count=lambda *_: 0,
+        )
+        made: Made = await self._answer_to(asked)
+        return made
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -304,14 +342,28 @@ class GroupEngine:
             rule = "no inference engine is left. Their last words are above; see generator.vllm.max_restarts"
             raise ActorLostError(rule, phase="generate")
 
-    async def _attempt(self, request: GenerationRequest) -> Answer | None:
+    async def _answer_to(self, asked: _Asked) -> Any:
+        if not self.group.ready:
+            await asyncio.to_thread(self.group.wait_ready)
+        if not self._sharing.engines_serve:
+            await asyncio.to_thread(self._sharing.engines)
+        self._loop = asyncio.get_running_loop()
+        num_attempts = _MAX_ATTEMPTS + len(self.group.actors) - 1
+        for attempt in range(num_attempts):
+            answer = await self._attempt(asked, attempt)
+            if answer is not None:
+                return answer.unwrap()
+            self._num_moved += 1
+        raise EngineError(f"request {asked.name}: {num_attempts} engines died over it, or were too slow")
+
+    async def _attempt(self, asked: _Asked, attempt: int) -> Answer | None:
         """Return the answer of an engine; None where it is to be asked for again."""
         while True:
             while not any(self.group.alive):
                 await self._next_revival()
             async with self._gate.request():
                 if any(self.group.alive):  # still, after what may have been a sync
-                    return await self._ask(self._choose(request), request)
+                    return await self._ask(asked.choose(), asked, attempt)
 
     def _choose(self, request: GenerationRequest) -> int:
         if self._routed_version != self._updates.version:
@@ -322,13 +374,18 @@ class GroupEngine:
         load = [len(each) for each in self._in_flight]
         return self._router.choose(request.prompt_token_ids, load, self._paces.fit_of(alive))
 
-    async def _ask(self, index: int, request: GenerationRequest) -> Answer | None:
+    def _least_busy(self) -> int:
+        alive = [index for index, lives in enumerate(self.group.alive) if lives]
+        return min(alive, key=lambda index: len(self._in_flight[index]))
+
+    async def _ask(self, index: int, asked: _Asked, attempt: int) -> Answer | None:
         """Return the answer; None where the engine died over it, or is far slower than another."""
         actor = self.group.actors[index]
         worker = self.group.workers([actor])
-        pending = worker.begin_asking(EngineWorker.generate, "generate", *self.group.images.parted(request)).future()
+        pending = asked.begin(worker, attempt).future()
         self._in_flight[index].add(pending)
-        self._paces.begin(index, pending, request.sampling.max_generate_length)
+        if asked.max_tokens is not None:
+            self._paces.begin(index, pending, asked.max_tokens)
         if self._monitor is None or self._monitor.done():
             self._monitor = asyncio.get_running_loop().create_task(self._watch_over())
         num_tokens = 0
@@ -336,8 +393,7 @@ class GroupEngine:
             answer = await pending
             if not isinstance(answer.error, EngineDeadError):
                 if answer.error is None:
-                    self._served.add(index, request, answer.value)
-                    num_tokens = len(answer.value.token_ids)
+                    num_tokens = asked.count(index, answer.value)
                 return answer
             self._lose(index, actor, f"died: {answer.error}")
             return None
@@ -346,7 +402,7 @@ class GroupEngine:
             return None
         except asyncio.CancelledError as error:
             if self._serves(index, actor):
-                worker.begin_asking(EngineWorker.abort, "generate", request.request_id)
+                worker.begin_asking(EngineWorker.abort, "generate", asked.name)
                 if error.args != (_OVERDUE,):
                     raise
             task = asyncio.current_task()
@@ -355,7 +411,8 @@ class GroupEngine:
             return None
         finally:
             self._in_flight[index].discard(pending)
-            self._paces.end(pending, num_tokens)
+            if asked.max_tokens is not None:
+                self._paces.end(pending, num_tokens)
             if self._monitor is not None and not any(self._in_flight):
                 self._monitor.cancel()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.cluster.images import Sent, arrived
+from skyrl_train.cluster.rollouts import Made, MakesRollouts, Part, RolloutsBesideEngine
 from skyrl_train.parts import ENGINES
 from skyrl_train.registry import PartSpec
 from skyrl_train.telemetry.logs import stacks
@@ -19,6 +20,8 @@ from skyrl_train.weight_sync import UpdatableEngine, updatable
 
 if TYPE_CHECKING:
     from skyrl_train.inference import EngineSettings
+
+T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.2
 
@@ -33,6 +36,7 @@ class EngineWorker:
         *,
         secrets: Mapping[str, str],
         visible_devices: tuple[str, ...] = (),
+        rollouts: MakesRollouts | None = None,
     ) -> None:
         """
         Args:
@@ -41,12 +45,14 @@ class EngineWorker:
             secrets: Environment variables that Ray must not see.
             visible_devices: GPUs of an engine whose workers share those of several ranks; its own process has one of them
                 in Ray's books.
+            rollouts: What makes rollouts here, where that is asked for.
         """
         os.environ.update(secrets)
         stacks.answer("inference engine")
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices)
-        self._backend, self._settings = backend, settings
+        self._backend, self._settings, self._makes_rollouts = backend, settings, rollouts
+        self._rollouts: RolloutsBesideEngine | None = None
         self._engine: UpdatableEngine | None = None
         self._served = Served()
         self._served.add(EngineWorker, self)
@@ -80,15 +86,27 @@ class EngineWorker:
             raise RuntimeError("the engine was not started")
         if images is not None:
             request = replace(request, images=(await asyncio.to_thread(arrived, images))[0])
-        task = asyncio.ensure_future(self._engine.generate(request))
-        self._running[request.request_id] = task
+        return await self._until_given_up(request.request_id, self._engine.generate(request))
+
+    async def roll_out(self, part: Part, attempt: int) -> Made:
+        """Return all samples of some prompts, by reference, until they are given up. `attempt`: how often another engine was
+        asked for them before."""
+        if self._engine is None or self._makes_rollouts is None:
+            raise RuntimeError("the engine was not started, or not for rollouts")
+        if self._rollouts is None:
+            self._rollouts = RolloutsBesideEngine(self._makes_rollouts, self.generate)
+        return await self._until_given_up(part.name, self._rollouts.roll_out(part, attempt))
+
+    async def _until_given_up(self, name: str, answer: Coroutine[Any, Any, T]) -> T:
+        task = self._running[name] = asyncio.ensure_future(answer)
         try:
-            return await task
+            found: T = await task
+            return found
         finally:
-            del self._running[request.request_id]
+            del self._running[name]
 
     async def abort(self, request_id: str) -> None:
-        """Give a request up, whose asker does not wait any more."""
+        """Give a request up, or a part of a batch, whose asker does not wait any more."""
         if request_id in self._running:
             self._running[request_id].cancel()
 

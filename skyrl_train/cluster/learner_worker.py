@@ -127,7 +127,7 @@ class LearnerRank:
         return self._learner.forward_backward(unpack_mini_batch(rows))
 
     def optim_step(self) -> StepMetrics:
-        """See `Learner.optim_step`."""
+        """Take the optimizer step of this rank, and return its metrics, as `Learner.optim_step`."""
         return self._learner.optim_step()
 
     def size_micro_batches(self, limits: SizingLimits, stored: Sequence[SizingReport]) -> SizingReport:
@@ -149,12 +149,12 @@ class LearnerRank:
             return error
 
     def load(self, folder: Path) -> None:
-        """See `Learner.load`."""
+        """Take this rank's part of the weights and the optimizer in `folder`, as `Learner.load`."""
         self._held.clear()  # what is replaced must not stay on the device
         self._learner.load(folder)
 
     def export_hf(self, folder: Path) -> None:
-        """See `Learner.export_hf`."""
+        """Write the model, gathered from all ranks, in Hugging Face format, as `Learner.export_hf`."""
         self._learner.export_hf(folder)
 
     def offload(self) -> None:

@@ -164,7 +164,7 @@ class RayLearner:
         self._ranks.call(LearnerRank.export_hf, "export", folder.absolute())
 
     def close(self) -> None:
-        """End the workers."""
+        """End the processes of all ranks."""
         self.group.close()
 
     def _scores(self, method: ScoreMethod, batch: TrainingInputBatch, *more: str) -> Tensor:

@@ -18,8 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_train.cluster.images import SentImages
 from skyrl_train.config.models import PlacementConfig
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.system import LARGE_PAGES
 from skyrl_train.telemetry.logs import is_secret_name, stacks
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ _LOOK_EVERY_S = 2.0
 _ANSWER_TIMEOUT_S = 5.0
 """How long a node may take to accept a connection."""
 _BATCH_BYTES = 1 << 30
-"""Room in the object store for batches, and for whatever else passes between actors."""
+"""Room in the object store for batches of small runs, and for whatever else passes between actors."""
 _SHARED_MEMORY = Path("/dev/shm")
 _TOO_SLOW = "timed out during startup"
 """What Ray says when a process of its own did not answer in time."""
@@ -94,9 +94,17 @@ class RaySession:
     files in a folder of its own that goes with it. With an address the cluster there is joined and left as it is.
     """
 
-    def __init__(self, placement: PlacementConfig, *, num_cpus: int, name: str, largest_bucket_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        placement: PlacementConfig,
+        *,
+        num_cpus: int,
+        name: str,
+        largest_bucket_bytes: int = 0,
+        batch_bytes: int = 0,
+    ) -> None:
         """`num_cpus` counts actors, not cores: on a laptop there may be more of the former. The object store of a session
-        of this machine has room for weights in buckets of up to so many bytes.
+        of this machine has room for weights in buckets of up to so many bytes, and for a step's rollouts and rows.
 
         Raises DeadlineError where Ray does not come up within `placement.start_timeout_s`, SkyrlTrainError where it
         says why, or where this process is already connected.
@@ -122,7 +130,7 @@ class RaySession:
             options |= {
                 "num_cpus": num_cpus,
                 "include_dashboard": False,
-                "object_store_memory": object_store_bytes(largest_bucket_bytes),
+                "object_store_memory": object_store_bytes(largest_bucket_bytes, batch_bytes),
                 "_temp_dir": str(self.folder / _RAYS_OWN),
                 "_node_ip_address": "127.0.0.1",
                 # Ray would remember the last 100,000 calls, for a dashboard that is not there: 60 kB a step of a small run.
@@ -192,6 +200,7 @@ class RaySession:
                 # idle threads leave cores to other ranks
                 **({"OMP_WAIT_POLICY": "PASSIVE"} if num_threads > 1 else {}),
                 "TOKENIZERS_PARALLELISM": "false",
+                **LARGE_PAGES,
                 **forwarded_environment(secret=False),
                 **variables,
             },
@@ -238,7 +247,7 @@ class RaySession:
             _authenticate(self._variables)
 
 
-def object_store_bytes(largest_bucket_bytes: int, *, free_bytes: int | None = None) -> int:
+def object_store_bytes(largest_bucket_bytes: int, batch_bytes: int = 0, *, free_bytes: int | None = None) -> int:
     """Room for two buckets of weights, the one that engines load and the next that ranks gather, beside the batches.
 
     `free_bytes`: of shared memory, which the store does not exceed: with more than is there Ray would lay it on a disk, or
@@ -246,7 +255,7 @@ def object_store_bytes(largest_bucket_bytes: int, *, free_bytes: int | None = No
     """
     if free_bytes is None:
         free_bytes = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
-    wanted = 2 * largest_bucket_bytes + _BATCH_BYTES
+    wanted = 2 * largest_bucket_bytes + max(_BATCH_BYTES, batch_bytes)
     return max(_BATCH_BYTES, min(wanted, free_bytes))
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
@@ -51,7 +52,7 @@ from skyrl_train.cluster.calls import HEALTH, SAVES, Answer, Identity, RemoteAct
 from skyrl_train.cluster.endpoints import ActorGroup, Served
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.endpoints import Endpoint
-from skyrl_train.errors import ActorLostError, SaveError
+from skyrl_train.errors import ActorLostError, SaveError, byte_size
 from skyrl_train.system.files import bring_to_disk, sync_folder
 from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import RolloutBatch, Trajectory
@@ -63,6 +64,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+DECLARED_METRICS = """
+memory/store_spilled_gib | GiB | What Ray's object store moved to disks, on all nodes. | on Ray, where it did
+"""
 
 _FETCH_S = 300.0
 """Deadline of reading arrays that are there, from another node perhaps."""
@@ -229,6 +234,7 @@ class RayPlane(DataPlane):
         self._starting = self._group.of(DataWorker).begin(DataWorker.identify, "start")
         self._is_started = False
         self._turns = itertools.count()
+        self._spilled = 0
 
     def hold(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Put the arrays of rollouts into the store, in pieces of whole prompts. Those that are there stay as they are, and
@@ -288,6 +294,28 @@ class RayPlane(DataPlane):
             DataWorker.ask_here(function, args, kwargs)
         else:
             self._worker(saves=True).call(DataWorker.save, "data", function, *given)
+
+    def room_warning(self, batch_bytes: int) -> str:
+        """Return a line where the stores of all nodes do not hold the rollouts and rows of a step, of so many bytes; empty
+        where they do."""
+        room = int(ray.cluster_resources().get("object_store_memory", 0))
+        if batch_bytes <= room:
+            return ""
+        return (
+            f"a step's rollouts and rows may take {byte_size(batch_bytes)}, and Ray's object store has {byte_size(room)}: "
+            "the rest goes to the disk and back. Give nodes more (docker run --shm-size, ray start --object-store-memory), "
+            "or lower trainer.train_batch_size or generator.max_context_length"
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what went to the disk since the last time, if anything did; nothing where Ray does not say."""
+        try:
+            there = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address))
+        except Exception as error:  # of any kind: whatever is wrong with Ray ends the next call, by its name
+            logger.info("the object store does not say what it holds: %s", " ".join(str(error).split())[:300])
+            return {}
+        before, self._spilled = self._spilled, int(there.store_stats.spilled_bytes_total)
+        return {"memory/store_spilled_gib": (self._spilled - before) / 2**30} if self._spilled > before else {}
 
     def close(self) -> None:
         """End the workers, and with them what they have put."""

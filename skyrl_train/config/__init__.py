@@ -1,59 +1,31 @@
 """The schema: the whole configuration of an RL run and of an SFT run, as dataclasses."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.config.schema import (
-        AlertsConfig,
-        Config,
-        ConsoleConfig,
-        LoopConfig,
-        MicroBatchConfig,
-        MlflowConfig,
-        PlanConfig,
-        PrometheusConfig,
-        RolloutsConfig,
-        RunConfig,
-        TensorboardConfig,
-        TrackerConfig,
-        TrackioConfig,
-        TrainerConfig,
-        WandbConfig,
+        AlertsConfig as AlertsConfig,
+        Config as Config,
+        ConsoleConfig as ConsoleConfig,
+        LoopConfig as LoopConfig,
+        MicroBatchConfig as MicroBatchConfig,
+        MlflowConfig as MlflowConfig,
+        PlanConfig as PlanConfig,
+        PrometheusConfig as PrometheusConfig,
+        RolloutsConfig as RolloutsConfig,
+        RunConfig as RunConfig,
+        TensorboardConfig as TensorboardConfig,
+        TrackerConfig as TrackerConfig,
+        TrackioConfig as TrackioConfig,
+        TrainerConfig as TrainerConfig,
+        WandbConfig as WandbConfig,
     )
     from skyrl_train.config.sft import (
-        SFT_RULES,
-        AnyConfig,
-        SFTConfig,
-        SFTDataConfig,
-        SFTTrainerConfig,
-        sft_learner_settings,
-        validate_sft,
+        SFT_RULES as SFT_RULES,
+        AnyConfig as AnyConfig,
+        SFTConfig as SFTConfig,
+        SFTDataConfig as SFTDataConfig,
+        SFTTrainerConfig as SFTTrainerConfig,
     )
-
-__all__ = [
-    "SFT_RULES",
-    "AlertsConfig",
-    "AnyConfig",
-    "Config",
-    "ConsoleConfig",
-    "LoopConfig",
-    "MicroBatchConfig",
-    "MlflowConfig",
-    "PlanConfig",
-    "PrometheusConfig",
-    "RolloutsConfig",
-    "RunConfig",
-    "SFTConfig",
-    "SFTDataConfig",
-    "SFTTrainerConfig",
-    "TensorboardConfig",
-    "TrackerConfig",
-    "TrackioConfig",
-    "TrainerConfig",
-    "WandbConfig",
-    "sft_learner_settings",
-    "validate_sft",
-]
 
 __getattr__ = lazily(__name__)

@@ -313,6 +313,9 @@ class AlertsConfig:
     """How many times that of the first five steps, or 0.001 nats, the mean of `mismatch/logprob_diff` is by now."""
     kl_at_lr_0_above: Annotated[float, Range(0.0)] | None = 0.01
     """`policy/approx_kl` of a step whose learning rate was 0."""
+    findings: bool = True
+    """What the rules of `skyrl-doctor` find in the run so far and call a problem: after 20 steps, and each time that
+    there are twice as many."""
     on_alert: tuple[Annotated[PartSpec, ALERTS], ...] = ()
     """Functions that are called with each alert (`telemetry/alerts.py: Alert`), which may send a message, say."""
 
@@ -463,3 +466,8 @@ class Config(RunConfig):
         off_policy = replace(algorithm.off_policy, weight="token" if corrects else "none")
         trainer = replace(self.trainer, algorithm=replace(algorithm, off_policy=off_policy))
         object.__setattr__(self, "trainer", trainer)
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens that a trained row may have."""
+        return self.generator.max_context_length

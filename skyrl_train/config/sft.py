@@ -6,15 +6,12 @@ defaults that differ.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.algorithm.settings import AlgorithmConfig
 from skyrl_train.config.data.sources import SourcesConfig
-from skyrl_train.config.derived.learners import LearnerSettings, ScheduleLength
 from skyrl_train.config.fields.fields import (
     BatchSize,
     CutsRows,
@@ -35,7 +32,7 @@ from skyrl_train.config.models.engines import SamplingConfig
 from skyrl_train.config.models.models import OptimizerConfig
 from skyrl_train.config.models.placement import PlacementConfig, StrategyConfig
 from skyrl_train.config.rules.batch_rules import data_parallel_size
-from skyrl_train.config.rules.validate import SHARED_RULES, rule_violations
+from skyrl_train.config.rules.validate import SHARED_RULES
 from skyrl_train.config.schema import Config, LoopConfig, RunConfig
 from skyrl_train.errors import Violation
 from skyrl_train.parts import MICRO_BATCH_STRATEGIES
@@ -132,37 +129,14 @@ class SFTConfig(RunConfig):
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     """The loop."""
 
+    @property
+    def longest_row(self) -> int:
+        """The most tokens that a trained row may have."""
+        return self.data.max_length
+
 
 AnyConfig = Config | SFTConfig
 """The root of either kind of run."""
-
-
-def sft_learner_settings(config: SFTConfig, *, total_steps: int = 0) -> LearnerSettings:
-    """What the model is built from: a policy with the loss `cross_entropy`, for so many optimizer steps."""
-    return LearnerSettings(
-        role="policy",
-        model=config.model,
-        policy_model=config.model,
-        optimizer=config.trainer.optimizer,
-        schedule=ScheduleLength(optimizer_steps=total_steps),
-        micro_batching=config.trainer,
-        merge_turns=False,
-        algorithm=AlgorithmConfig(policy_loss="cross_entropy", loss_reduction="token_mean"),
-        temperature=1.0,
-        on_policy=True,
-        strategy=config.strategy,
-        collective_timeout_s=config.placement.call_timeout_s,
-        platform=config.platform,
-        deterministic=config.deterministic,
-        seed=config.seed,
-        profile_steps=config.trainer.profile_steps,
-        profiles=os.path.abspath(f"{config.output_dir}/profiles"),
-    )
-
-
-def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
-    """Every rule between fields that does not hold; `refused` as in `validate_config`."""
-    return rule_violations(config, (*SHARED_RULES, *SFT_RULES), refused)
 
 
 def _sources(data: SFTDataConfig) -> Iterator[Violation]:
@@ -231,6 +205,7 @@ def _no_engines(placement: PlacementConfig) -> Iterator[Violation]:
 
 
 SFT_RULES: tuple[Rule, ...] = (
+    *SHARED_RULES,
     _ranks,
     _no_engines,
     _sources,
@@ -242,4 +217,4 @@ SFT_RULES: tuple[Rule, ...] = (
         for name in ("early_stopping_patience", "keep_best", "export", "eval_samples")
     ),
 )
-"""Every rule of supervised training alone."""
+"""Every rule between fields of supervised training."""

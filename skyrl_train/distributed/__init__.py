@@ -1,55 +1,33 @@
 """Ranks: process groups, meshes, sharding, gathering, and agreement on what all of them do."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.distributed.fsdp import reshard
-    from skyrl_train.distributed.gather import gather_whole, own_box
-    from skyrl_train.distributed.mesh import RankMesh, by_mesh
-    from skyrl_train.distributed.oom_consensus import Collective, OomConsensus, is_out_of_memory
+    from skyrl_train.distributed.fsdp import reshard as reshard
+    from skyrl_train.distributed.gather import gather_whole as gather_whole, own_box as own_box
+    from skyrl_train.distributed.mesh import RankMesh as RankMesh, by_mesh as by_mesh
+    from skyrl_train.distributed.oom_consensus import (
+        Collective as Collective,
+        OomConsensus as OomConsensus,
+        is_out_of_memory as is_out_of_memory,
+    )
     from skyrl_train.distributed.process_group import (
-        as_default_group,
-        backend_in,
-        is_broken_collective,
-        join,
-        leave,
-        open_store,
+        as_default_group as as_default_group,
+        backend_in as backend_in,
+        is_broken_collective as is_broken_collective,
+        join as join,
+        leave as leave,
+        open_store as open_store,
     )
-    from skyrl_train.distributed.sequence_parallel import SequenceGroup
+    from skyrl_train.distributed.sequence_parallel import SequenceGroup as SequenceGroup
     from skyrl_train.distributed.strategy import (
-        GradientSync,
-        ModelStrategy,
-        RankSettings,
-        Replicated,
-        Sharded,
-        SingleProcess,
-        make_strategy,
+        GradientSync as GradientSync,
+        ModelStrategy as ModelStrategy,
+        RankSettings as RankSettings,
+        Replicated as Replicated,
+        Sharded as Sharded,
+        SingleProcess as SingleProcess,
+        make_strategy as make_strategy,
     )
-
-__all__ = [
-    "Collective",
-    "GradientSync",
-    "ModelStrategy",
-    "OomConsensus",
-    "RankMesh",
-    "RankSettings",
-    "Replicated",
-    "SequenceGroup",
-    "Sharded",
-    "SingleProcess",
-    "as_default_group",
-    "backend_in",
-    "by_mesh",
-    "gather_whole",
-    "is_broken_collective",
-    "is_out_of_memory",
-    "join",
-    "leave",
-    "make_strategy",
-    "open_store",
-    "own_box",
-    "reshard",
-]
 
 __getattr__ = lazily(__name__)

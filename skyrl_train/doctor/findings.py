@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
-from skyrl_train.doctor.tables import Tables, Trajectory
+from skyrl_train.doctor.tables import Tables
+from skyrl_train.doctor.trajectories import Trajectory
 from skyrl_train.registry import import_attr
 from skyrl_train.telemetry.reading import first_line
 

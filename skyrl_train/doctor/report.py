@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.doctor.all_rules import CAUSES, RULES
 from skyrl_train.doctor.findings import MAX_FINDINGS, Finding, Rule, diagnose
 from skyrl_train.doctor.tables import Tables
 from skyrl_train.errors import counted
-from skyrl_train.telemetry.reading import Run
+from skyrl_train.telemetry.reading import Run, find_runs
 
 _WIDTH = 110
 
@@ -20,6 +21,17 @@ def examine(run: Run, own_rules: Mapping[str, Rule] | None = None) -> tuple[list
     not be read)."""
     tables = Tables(run)
     return diagnose(tables, {**RULES, **(own_rules or {})}, CAUSES), tables
+
+
+def problems_of(folder: Path) -> list[tuple[str, str]]:
+    """Return what is wrong with the run of a folder, for alerts while it goes on: the rule, and what it finds with its
+    remedy; without what follows from another finding."""
+    found = [finding for run in find_runs([folder]) for finding in examine(run)[0]]
+    return [
+        (each.rule, f"{each.what}{'' if each.since is None else f', since step {each.since}'}. {each.remedy}")
+        for each in found
+        if each.level == "problem" and not each.follows_from
+    ]
 
 
 def as_text(findings: Sequence[Finding], tables: Tables, *, most: int = MAX_FINDINGS) -> str:

@@ -1,40 +1,22 @@
 """Engines: this package's own, one over HTTP, and what all of them share."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.inference import hf
-    from skyrl_train.inference.decode import Decoder
-    from skyrl_train.inference.grouped_attention import use_grouped_attention
-    from skyrl_train.inference.hf import HFEngine, build_hf_engine, load_for_engine
-    from skyrl_train.inference.http import HTTPEngine, build_http_engine
-    from skyrl_train.inference.kv_cache import require_exact_cache
-    from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
-    from skyrl_train.inference.request_gate import GatedEngine, RequestGate
-    from skyrl_train.inference.routing import Paces, PrefixRouter, ServedTokens
-    from skyrl_train.inference.scoring import ScoredSequence
-    from skyrl_train.inference.settings import EngineSettings
-
-__all__ = [
-    "Decoder",
-    "EngineSettings",
-    "GatedEngine",
-    "HFEngine",
-    "HTTPEngine",
-    "LocalEngine",
-    "Paces",
-    "PrefixRouter",
-    "RequestGate",
-    "ScoredSequence",
-    "ServedTokens",
-    "WatchedEndpoint",
-    "build_hf_engine",
-    "build_http_engine",
-    "hf",
-    "load_for_engine",
-    "require_exact_cache",
-    "use_grouped_attention",
-]
+    from skyrl_train.inference import hf as hf
+    from skyrl_train.inference.decode import Decoder as Decoder
+    from skyrl_train.inference.grouped_attention import use_grouped_attention as use_grouped_attention
+    from skyrl_train.inference.hf import (
+        HFEngine as HFEngine,
+        build_hf_engine as build_hf_engine,
+        load_for_engine as load_for_engine,
+    )
+    from skyrl_train.inference.http import HTTPEngine as HTTPEngine, build_http_engine as build_http_engine
+    from skyrl_train.inference.kv_cache import require_exact_cache as require_exact_cache
+    from skyrl_train.inference.local_engine import LocalEngine as LocalEngine, WatchedEndpoint as WatchedEndpoint
+    from skyrl_train.inference.request_gate import GatedEngine as GatedEngine, RequestGate as RequestGate
+    from skyrl_train.inference.routing import Paces as Paces, PrefixRouter as PrefixRouter, ServedTokens as ServedTokens
+    from skyrl_train.inference.scoring import ScoredSequence as ScoredSequence
+    from skyrl_train.inference.settings import EngineSettings as EngineSettings
 
 __getattr__ = lazily(__name__)

@@ -33,8 +33,9 @@ from skyrl_train.inference.kv_cache import (
     right_aligned_mask,
     start_own_cache,
 )
-from skyrl_train.inference.prefill import MAX_POSITIONS, KeptPrefixes, prefill
+from skyrl_train.inference.prefill import MAX_POSITIONS, KeptPrefixes, Prompt, prefill
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
+from skyrl_train.model.lora import adapters_at, runs_of
 from skyrl_train.rollout import Listener
 from skyrl_train.types import NO_ROUTING, GenerationRequest, StopReason, VersionRun, routing_column
 
@@ -87,6 +88,11 @@ class _Row:
         """By which equal beginnings are told; of an image `images.content_ids`."""
         return (*(self._prompt or self.request.prompt_token_ids), *self.token_ids)
 
+    @property
+    def as_prompt(self) -> Prompt:
+        """All its tokens, and what computes them."""
+        return self.request.adapter, self.all_token_ids
+
     def response(self) -> Response:
         return Response(
             token_ids=tuple(self.token_ids),
@@ -130,9 +136,12 @@ class Decoder:
         """Forgets what the wave before the last computed."""
         self._prefixes.start_wave()
 
-    def forget(self) -> None:
-        """Forgets everything that older weights computed."""
-        self._prefixes.clear()
+    def forget(self, adapter: str | None = None) -> None:
+        """Forgets everything that older weights computed, or what this adapter did."""
+        if adapter is None:
+            self._prefixes.clear()
+        else:
+            self._prefixes.forget(adapter)
 
     @torch.inference_mode()
     def run(
@@ -143,14 +152,14 @@ class Decoder:
         version: Callable[[], int] = lambda: 0,
         listeners: Sequence[Listener | None] = (),
     ) -> list[Response]:
-        """Responses in the order of the requests.
+        """Responses in the order of the requests, of which those of one adapter lie together.
 
         `wanted` is asked now and then; once it says no, what there is so far is returned with stop reason `abort`.
         `version` is asked before each step, and gives the version of the weights that the model has for it: where it is
         another than before, `forget` has been called. `listeners`, one for each request, are told tokens as they are
         sampled.
         """
-        batches = [list(range(len(requests)))] if self._num_layers is not None else _batches_of_one_length(requests)
+        batches = [list(range(len(requests)))] if self._num_layers is not None else _alike(requests)
         found: dict[int, Response] = {}
         for places in batches:
             rows = [_Row(requests[place], listeners[place] if listeners else None) for place in places]
@@ -188,30 +197,33 @@ class Decoder:
 
     def _compute(self, rows: Sequence[_Row]) -> _Computed:
         """What the model has after all tokens of the rows, which are equally many where it has a cache of its own."""
-        sequences = [row.all_token_ids for row in rows]
+        prompts = [row.as_prompt for row in rows]
+        sequences = [token_ids for _, token_ids in prompts]
         new_tokens = max(row.request.sampling.max_generate_length - len(row.token_ids) for row in rows)
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
         if self._num_layers is None:
             place_of = {sequence: place for place, sequence in enumerate(dict.fromkeys(sequences))}
             if any(row.request.images for row in rows):
                 raise ModelError("generator=hf reads images with models of attention layers alone")
-            own, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=self._model.device))
+            runs = {len(place_of) * len(sequences[0]): runs_of([prompts[0][0]], [len(place_of) * len(sequences[0])])}
+            with adapters_at(self._model, runs):
+                own, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=self._model.device))
             places = torch.tensor([place_of[sequence] for sequence in sequences], device=self._model.device)
             own.take_rows(places)
             mask = right_aligned_mask(lengths, int(lengths.max()))
             return _Computed(cache=own, logits=logits[places], mask=mask, positions=lengths)
-        images = {sequence: row.request.images for sequence, row in zip(sequences, rows) if row.request.images}
-        prefilled = prefill(self._model, self._num_layers, sequences, self._prefixes, self._pad_token_id, images)
+        images = {prompt: row.request.images for prompt, row in zip(prompts, rows) if row.request.images}
+        prefilled = prefill(self._model, self._num_layers, prompts, self._prefixes, self._pad_token_id, images)
         further = [position_offset(row.request.images) for row in rows]
         cache = BatchCache(
             self._num_layers,
             reserve=max(map(len, sequences)) + min(new_tokens, _RESERVED_NEW_TOKENS),
-            rows=[prefilled[sequence].state for sequence in sequences],
+            rows=[prefilled[prompt].state for prompt in prompts],
             shares=self._shares,
         )
         return _Computed(
             cache=cache,
-            logits=torch.stack([prefilled[sequence].logits for sequence in sequences]),
+            logits=torch.stack([prefilled[prompt].logits for prompt in prompts]),
             mask=cache.mask(lengths),
             positions=lengths + torch.tensor(further, device=lengths.device) if images else lengths,
         )
@@ -236,7 +248,7 @@ class Decoder:
             token_ids = row.all_token_ids
             columns = state.mask[place].nonzero()[: len(token_ids) - 1, 0]
             if row.stop_reason is not None and state.is_of_one_version:
-                self._prefixes.keep(token_ids, state.cache.read_row(place, columns))
+                self._prefixes.keep(row.as_prompt, state.cache.read_row(place, columns))
             routed = state.cache.routed(place, columns)
             if routed is not None:
                 # Those that were computed again have been sent, when they were sampled, where is noted.
@@ -264,6 +276,8 @@ class _DecodeState:
         new_tokens = max(request.sampling.max_generate_length for request in requests)
         device = computed.logits.device
         self.row_of = list(range(len(requests)))
+        self._adapters = [request.adapter for request in requests]
+        self._runs = runs_of(self._adapters, [1] * len(requests))
         self._uniforms = _uniforms(requests, new_tokens, device)
         self._table = SamplingTable.of(
             [request.sampling for request in requests], vocab_size=computed.logits.shape[-1], device=device
@@ -290,6 +304,7 @@ class _DecodeState:
         """Removes all rows but these."""
         rows = torch.tensor(places, device=self._logits.device)
         self.row_of = [self.row_of[place] for place in places]
+        self._runs = runs_of([self._adapters[row] for row in self.row_of], [1] * len(places))
         self.cache.take_rows(rows)
         self.mask = self.mask[rows]
         self._positions = self._positions[rows]
@@ -299,23 +314,25 @@ class _DecodeState:
     def forward(self, model: PreTrainedModel, tokens: Tensor) -> None:
         """Logits after one more token per row."""
         self.mask = torch.cat([self.mask, self.mask.new_ones((len(self.row_of), 1))], dim=1)
-        output = model(
-            input_ids=tokens[:, None],
-            use_cache=True,
-            **self.cache.arguments(self.mask, self._positions[:, None]),
-        )
+        with adapters_at(model, {len(self.row_of): self._runs}):
+            output = model(
+                input_ids=tokens[:, None],
+                use_cache=True,
+                **self.cache.arguments(self.mask, self._positions[:, None]),
+            )
         self._logits = output.logits[:, -1]
         self._positions = self._positions + 1
 
 
-def _batches_of_one_length(requests: Sequence[GenerationRequest]) -> list[list[int]]:
-    """Places of the requests, those with prompts of one length together, as many as one forward may hold."""
-    of_length: dict[int, list[int]] = {}
+def _alike(requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """Places of the requests, those with prompts of one length and of one adapter together, as many as one forward may
+    hold."""
+    found: dict[tuple[int, str], list[int]] = {}
     for place, request in enumerate(requests):
-        of_length.setdefault(len(request.prompt_token_ids), []).append(place)
+        found.setdefault((len(request.prompt_token_ids), request.adapter), []).append(place)
     return [
         places[start : start + most]
-        for length, places in of_length.items()
+        for (length, _), places in found.items()
         for most in [max(1, MAX_POSITIONS // length)]
         for start in range(0, len(places), most)
     ]

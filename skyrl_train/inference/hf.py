@@ -7,7 +7,7 @@ event loop stays free for environments.
 
 New weights wait for the batch that is being generated, or come between two of its tokens (`in_flight_cache`).
 
-Beside its own weights it may have adapters, which come and go while it answers; a batch is of one of them.
+Beside its own weights it may have adapters, which come and go while it answers; a batch may be of several of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,7 +35,7 @@ from skyrl_train.inference.scoring import ScoredSequence, score_sequence
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model import load_causal_lm
 from skyrl_train.model.layers import weight_dtype
-from skyrl_train.model.lora import activate_adapter, adapter_tensors, add_adapter, remove_adapter
+from skyrl_train.model.lora import adapter_slots, adapter_tensors, adapters_at, add_adapter, remove_adapter, runs_of
 from skyrl_train.model.parallel import record_routing
 from skyrl_train.rollout import listener
 from skyrl_train.system import WorkerThread
@@ -75,6 +76,16 @@ class _Waiting:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Slot:
+    """An adapter of the model, whose tensors may be exchanged for those of another of the same shape: to add one to the
+    layers and to take it from them costs many times what copying does."""
+
+    name: str
+    lora: LoraConfig
+    tensors: Mapping[str, Tensor]
+
+
 class HFEngine(TellsWhenBusy):
     """Implements `InferenceEngine`. Use from one event loop at a time."""
 
@@ -84,6 +95,7 @@ class HFEngine(TellsWhenBusy):
         tokenizer: Tokenizer,
         *,
         max_batch_size: int,
+        gather_s: float = 0.0,
         weight_version: int = -1,
         in_flight_cache: Literal["recompute", "keep"] | None = None,
         rounding: Rounding = "none",
@@ -93,6 +105,7 @@ class HFEngine(TellsWhenBusy):
             model: Owned by the engine from here on; `load_weights` writes into it.
             tokenizer: Gives the end-of-sequence and padding tokens, and text where stop strings are used.
             max_batch_size: Sequences generated together.
+            gather_s: Seconds to wait for another request before a batch is begun, where requests come over a network.
             weight_version: Version of the weights that the model has now.
             in_flight_cache: As of `EngineSettings`.
             rounding: What weights are rounded to as they are loaded; the model's first ones are as they are.
@@ -110,7 +123,7 @@ class HFEngine(TellsWhenBusy):
         )
         self._takes_in_flight = in_flight_cache is not None
         self._rounding: Rounding = rounding
-        self._max_batch_size = max_batch_size
+        self._max_batch_size, self._gather_s = max_batch_size, gather_s
         self._weight_version = weight_version
         self._num_leases = 0
         self._fresh_start = False
@@ -123,9 +136,13 @@ class HFEngine(TellsWhenBusy):
         """Taken before the other one by whoever waits for it, so that an update comes before the next batch, or token."""
         self._executor = WorkerThread("hf-engine")
         self._closed = False
-        self._adapters: set[str] = set()
-        self._active = ""
-        """The adapter that the model computes with; empty for none."""
+        self._slots: dict[str, _Slot] = {}
+        """By an adapter's name: where the model holds it."""
+        self._free: _Slot | None = None
+        """What the last adapter that was unloaded leaves."""
+        self._gone: set[str] = set()
+        """Adapters that were unloaded, of which the decoder may still keep keys."""
+        self._num_slots = 0
 
     @property
     def weight_version(self) -> int:
@@ -206,45 +223,79 @@ class HFEngine(TellsWhenBusy):
         """Takes an adapter beside the others; requests name it. It stays as it is until it is unloaded.
 
         Args:
-            name: A new one, without dots.
+            name: A new one.
             lora: Its rank and the layers that it adapts, spelled out.
             tensors: As `AdapterLearners.tensors` gives them; they are copied.
 
-        Waits as `load_weights`. Raises EngineError where they do not fit.
+        Waits as `load_weights` unless it has the shape of the last that was unloaded: then nothing that computes reads
+        where it goes. Raises EngineError where they do not fit.
         """
-        with self._turn_lock, self._weights_lock, torch.no_grad():
-            add_adapter(self._model, lora, seed=0, name=name)
-            own = adapter_tensors(self._model, name)
-            fits = own.keys() == tensors.keys() and all(own[key].shape == each.shape for key, each in tensors.items())
-            if fits:
-                for key, tensor in tensors.items():
-                    own[key].copy_(tensor)
-                self._adapters.add(name)
-            else:
-                remove_adapter(self._model, name)
-            activate_adapter(self._model, self._active)
-            self._model.requires_grad_(False)
-        if not fits:
+        free, self._free = self._free, None
+        slot = free if free is not None and free.lora == lora else self._new_slot(lora, instead_of=free)
+        own = slot.tensors
+        if own.keys() != tensors.keys() or any(own[key].shape != each.shape for key, each in tensors.items()):
+            self._free = slot
             raise EngineError(
                 f"adapter {name!r}: its tensors are not those of rank {lora.rank} on {len(lora.targets)} layers"
             )
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                own[key].copy_(tensor)
+        self._slots[name] = slot
+        adapter_slots(self._model)[name] = slot.name
+
+    def _new_slot(self, lora: LoraConfig, *, instead_of: _Slot | None) -> _Slot:
+        """Have the model hold another adapter of this shape."""
+        self._num_slots += 1
+        slot = f"slot{self._num_slots}"
+        with self._turn_lock, self._weights_lock:
+            if instead_of is not None:
+                remove_adapter(self._model, instead_of.name)
+            add_adapter(self._model, lora, seed=0, name=slot)
+            self._model.requires_grad_(False)
+            return _Slot(name=slot, lora=lora, tensors=adapter_tensors(self._model, slot))
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter and frees its memory. Waits as `load_weights`."""
-        with self._turn_lock, self._weights_lock:
-            self._use("" if self._active == name else self._active)
-            self._adapters.discard(name)
-            remove_adapter(self._model, name)
+        """Forgets an adapter; one that comes after it takes its memory. Waits as `load_weights` where two have gone."""
+        if (slot := self._slots.pop(name, None)) is None:
+            return
+        del adapter_slots(self._model)[name]
+        self._gone.add(name)
+        if self._weights_lock.acquire(
+            blocking=False
+        ):  # else the running batch does it, which may still keep keys of it
+            try:
+                self._forget_gone()
+            finally:
+                self._weights_lock.release()
+        before, self._free = self._free, slot
+        if before is not None:
+            with self._turn_lock, self._weights_lock:
+                remove_adapter(self._model, before.name)
 
-    async def score(self, token_ids: Sequence[int], *, adapter: str = "", top_k: int = 0) -> ScoredSequence:
-        """Return log-probabilities of given tokens, at temperature 1, each after those before it. Raises EngineError."""
+    def _forget_gone(self) -> None:
+        while self._gone:
+            self._decoder.forget(self._gone.pop())
+
+    async def score(
+        self,
+        token_ids: Sequence[int],
+        *,
+        adapter: str = "",
+        top_k: int = 0,
+        targets: NDArray[np.int64] | None = None,
+    ) -> ScoredSequence:
+        """Return log-probabilities of given tokens, at temperature 1, each after those before it, as `score_sequence` does.
+        Raises EngineError."""
 
         def computed() -> ScoredSequence:
             with self._turn_lock:
                 self._weights_lock.acquire()
             try:
-                self._use(adapter)
-                return score_sequence(self._model, token_ids, top_k=top_k)
+                self._require_adapter(adapter)  # it may have gone meanwhile
+                count = len(token_ids)
+                with adapters_at(self._model, {count: runs_of([adapter], [count])}):
+                    return score_sequence(self._model, token_ids, top_k=top_k, targets=targets)
             finally:
                 self._weights_lock.release()
 
@@ -276,17 +327,19 @@ class HFEngine(TellsWhenBusy):
 
     async def _run_wave(self) -> None:
         try:
-            # Whoever asks in the same turn of the loop joins.
+            # Whoever asks in the same turn of the loop joins, or while others do.
             await asyncio.sleep(0)
+            count = 0
+            while self._gather_s and len(self._waiting) != count:
+                count = len(self._waiting)
+                await asyncio.sleep(self._gather_s)
             if len(self._waiting) < self._num_leases:
                 return
             wave = sorted(self._waiting, key=lambda waiting: waiting.order)
             self._waiting.clear()
             self.on_busy(True)
             batches = [
-                alike[start : start + self._max_batch_size]
-                for alike in (list(each) for _, each in groupby(wave, lambda waiting: waiting.request.adapter))
-                for start in range(0, len(alike), self._max_batch_size)
+                wave[start : start + self._max_batch_size] for start in range(0, len(wave), self._max_batch_size)
             ]
             for number, batch in enumerate(batches):
                 await self._run_batch(batch, begins_wave=number == 0)
@@ -318,7 +371,8 @@ class HFEngine(TellsWhenBusy):
                 self._decoder.forget()
             if begins_wave:
                 self._decoder.start_wave()
-            self._use(batch[0].request.adapter)
+            for waiting in batch:
+                self._require_adapter(waiting.request.adapter)  # it may have gone meanwhile
             return self._decoder.run(
                 [waiting.request for waiting in batch],
                 wanted=lambda: not all(waiting.future.done() for waiting in batch),
@@ -326,21 +380,13 @@ class HFEngine(TellsWhenBusy):
                 listeners=[waiting.listener for waiting in batch],
             )
         finally:
+            self._forget_gone()
             self._weights_lock.release()
             _return_free_memory()
 
     def _require_adapter(self, name: str) -> None:
-        if name and name not in self._adapters:
+        if name and name not in self._slots:
             raise EngineError(f"the engine has no adapter {name!r}")
-
-    def _use(self, adapter: str) -> None:
-        """Compute with this adapter from here on, under the lock of the weights."""
-        self._require_adapter(adapter)
-        if adapter != self._active:
-            activate_adapter(self._model, adapter)
-            self._model.requires_grad_(False)
-            self._decoder.forget()
-            self._active = adapter
 
     def _version_between_tokens(self) -> int:
         """The version of the weights, after an update that waits for them, where one may come now."""

@@ -16,10 +16,13 @@ from transformers import PreTrainedModel
 
 from skyrl_train.images import ImageSpans
 from skyrl_train.inference.kv_cache import BatchCache, RowState, right_aligned_mask
+from skyrl_train.model.lora import adapters_at, runs_of
 from skyrl_train.model.vision import shown, shown_prompts
 
 TokenIds = tuple[int, ...]
-_NO_IMAGES: Mapping[TokenIds, ImageSpans] = {}
+Prompt = tuple[str, TokenIds]
+"""The adapter that computes it, empty for the model's own weights; and its tokens."""
+_NO_IMAGES: Mapping[Prompt, ImageSpans] = {}
 
 _LENGTH_RATIO = 1.25
 _LENGTH_SLACK = 8
@@ -39,6 +42,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class _Work:
+    adapter: str
     prompt: TokenIds
     kept: RowState | None
     images: ImageSpans = ()
@@ -52,18 +56,18 @@ class _Work:
 def prefill(
     model: PreTrainedModel,
     num_layers: int,
-    prompts: Sequence[TokenIds],
+    prompts: Sequence[Prompt],
     prefixes: KeptPrefixes,
     pad_token_id: int,
-    images: Mapping[TokenIds, ImageSpans] = _NO_IMAGES,
-) -> dict[TokenIds, Prefilled]:
+    images: Mapping[Prompt, ImageSpans] = _NO_IMAGES,
+) -> dict[Prompt, Prefilled]:
     """Every distinct prompt's state and logits. Prompts with `images` are given by `images.content_ids`."""
-    work = [_Work(prompt, prefixes.longest(prompt), images.get(prompt, ())) for prompt in dict.fromkeys(prompts)]
+    work = [_Work(*prompt, prefixes.longest(prompt), images.get(prompt, ())) for prompt in dict.fromkeys(prompts)]
     work.sort(key=lambda item: len(item.rest))
-    done: dict[TokenIds, Prefilled] = {}
+    done: dict[Prompt, Prefilled] = {}
     for group in _groups(work, gapless=_counts_columns(model)):
         for item, prefilled in zip(group, _prefill_group(model, num_layers, group, pad_token_id)):
-            done[item.prompt] = prefilled
+            done[item.adapter, item.prompt] = prefilled
     return done
 
 
@@ -85,11 +89,15 @@ def _groups(work: Sequence[_Work], *, gapless: bool) -> Iterator[list[_Work]]:
             if gapless and (item.kept or any(each.kept for each in group)):
                 similar = length == shortest
             if not similar or (len(group) + 1) * length > MAX_POSITIONS:
-                yield group
+                yield _by_adapter(group)
                 group = []
         group.append(item)
     if group:
-        yield group
+        yield _by_adapter(group)
+
+
+def _by_adapter(group: Sequence[_Work]) -> list[_Work]:
+    return sorted(group, key=lambda item: item.adapter)
 
 
 def _prefill_group(
@@ -116,7 +124,8 @@ def _prefill_group(
     rest_mask = right_aligned_mask(rest_lengths, rest_width)
     mask = torch.cat([kept_mask, rest_mask], dim=1)
     cache = BatchCache(num_layers, reserve=kept_width + rest_width, rows=[item.kept for item in group])
-    with shown(model, given):
+    runs = {rest_width * len(group): runs_of([item.adapter for item in group], [rest_width] * len(group))}
+    with shown(model, given), adapters_at(model, runs):
         output = model(
             input_ids=input_ids,
             use_cache=True,
@@ -139,20 +148,25 @@ class _Kept:
 
 
 class KeptPrefixes:
-    """Token ids to row states. The next turn of a conversation comes one wave later, so older ones are dropped."""
+    """Prompts to row states. The next turn of a conversation comes one wave later, so older ones are dropped."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._wave = 0
-        self._kept: dict[tuple[int, ...], _Kept] = {}
+        self._kept: dict[Prompt, _Kept] = {}
         self._lengths: Counter[int] = Counter()
 
     def start_wave(self) -> None:
         """Drops what the wave before the last left behind."""
         self._wave += 1
-        for token_ids in [key for key, kept in self._kept.items() if kept.wave < self._wave - 1]:
-            self._drop(token_ids)
+        for prompt in [key for key, kept in self._kept.items() if kept.wave < self._wave - 1]:
+            self._drop(prompt)
+
+    def forget(self, adapter: str) -> None:
+        """Drops what one adapter has computed."""
+        for prompt in [key for key in self._kept if key[0] == adapter]:
+            self._drop(prompt)
 
     def clear(self) -> None:
         """Forget all states, which the weights of before have computed."""
@@ -160,29 +174,30 @@ class KeptPrefixes:
         self._lengths.clear()
         self._num_bytes = 0
 
-    def keep(self, token_ids: tuple[int, ...], state: RowState) -> None:
-        """Keeps the state of the first tokens of `token_ids` (all but the last, which no forward pass has seen).
+    def keep(self, prompt: Prompt, state: RowState) -> None:
+        """Keeps the state of the first tokens of `prompt` (all but the last, which no forward pass has seen).
 
         Nothing is kept once `max_bytes` are.
         """
-        if token_ids in self._kept or self._num_bytes + state.num_bytes > self._max_bytes:
+        if prompt in self._kept or self._num_bytes + state.num_bytes > self._max_bytes:
             return
-        self._kept[token_ids] = _Kept(state, self._wave)
-        self._lengths[len(token_ids)] += 1
+        self._kept[prompt] = _Kept(state, self._wave)
+        self._lengths[len(prompt[1])] += 1
         self._num_bytes += state.num_bytes
 
-    def longest(self, prompt_token_ids: tuple[int, ...]) -> RowState | None:
-        """The state of the longest kept sequence that the prompt begins with."""
+    def longest(self, prompt: Prompt) -> RowState | None:
+        """The state of the longest kept sequence that the prompt begins with, computed by the same adapter."""
+        adapter, token_ids = prompt
         for length in sorted(self._lengths, reverse=True):
-            if length <= len(prompt_token_ids):
-                kept = self._kept.get(prompt_token_ids[:length])
+            if length <= len(token_ids):
+                kept = self._kept.get((adapter, token_ids[:length]))
                 if kept is not None:
                     return kept.state
         return None
 
-    def _drop(self, token_ids: tuple[int, ...]) -> None:
-        kept = self._kept.pop(token_ids)
+    def _drop(self, prompt: Prompt) -> None:
+        kept = self._kept.pop(prompt)
         self._num_bytes -= kept.state.num_bytes
-        self._lengths[len(token_ids)] -= 1
-        if not self._lengths[len(token_ids)]:
-            del self._lengths[len(token_ids)]
+        self._lengths[len(prompt[1])] -= 1
+        if not self._lengths[len(prompt[1])]:
+            del self._lengths[len(prompt[1])]

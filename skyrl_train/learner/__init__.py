@@ -1,41 +1,29 @@
 """Learners: forward, backward, optimizer step, state."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.learner.build import adapt, build_learner, build_strategy, compile_layers, learner_of
-    from skyrl_train.learner.critic import CriticLearner
-    from skyrl_train.learner.engine import ModelEngine
-    from skyrl_train.learner.optimizer import AdamWStep, build_optimizer
-    from skyrl_train.learner.passes import Planned
-    from skyrl_train.learner.policy import PolicyLearner, TokenLosses
-    from skyrl_train.learner.profiling import Profiler
-    from skyrl_train.learner.reference import BaseOfAdapter
-    from skyrl_train.learner.shared_device import LearnerOnSharedDevice
-    from skyrl_train.learner.side_by_side import AdapterLearners
-    from skyrl_train.learner.state import read_model, read_tensors, take_weights
-
-__all__ = [
-    "AdamWStep",
-    "AdapterLearners",
-    "BaseOfAdapter",
-    "CriticLearner",
-    "LearnerOnSharedDevice",
-    "ModelEngine",
-    "Planned",
-    "PolicyLearner",
-    "Profiler",
-    "TokenLosses",
-    "adapt",
-    "build_learner",
-    "build_optimizer",
-    "build_strategy",
-    "compile_layers",
-    "learner_of",
-    "read_model",
-    "read_tensors",
-    "take_weights",
-]
+    from skyrl_train.learner.build import (
+        adapt as adapt,
+        build_learner as build_learner,
+        build_strategy as build_strategy,
+        compile_layers as compile_layers,
+        learner_of as learner_of,
+    )
+    from skyrl_train.learner.critic import CriticLearner as CriticLearner
+    from skyrl_train.learner.engine import ModelEngine as ModelEngine
+    from skyrl_train.learner.optimizer import AdamWStep as AdamWStep, build_optimizer as build_optimizer
+    from skyrl_train.learner.passes import Planned as Planned
+    from skyrl_train.learner.policy import PolicyLearner as PolicyLearner
+    from skyrl_train.learner.profiling import Profiler as Profiler
+    from skyrl_train.learner.reference import BaseOfAdapter as BaseOfAdapter
+    from skyrl_train.learner.row_losses import RowLossLearner as RowLossLearner, TokenLosses as TokenLosses
+    from skyrl_train.learner.shared_device import LearnerOnSharedDevice as LearnerOnSharedDevice
+    from skyrl_train.learner.side_by_side import AdapterLearners as AdapterLearners, AdapterPass as AdapterPass
+    from skyrl_train.learner.state import (
+        read_model as read_model,
+        read_tensors as read_tensors,
+        take_weights as take_weights,
+    )
 
 __getattr__ = lazily(__name__)

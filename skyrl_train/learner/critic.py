@@ -16,7 +16,9 @@ from skyrl_train.batch.steps import LossDenominators, MiniBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.learner.engine import HoldsModel, ModelEngine
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.holds_model import HoldsModel
+from skyrl_train.learner.optimizer import AdamWStep
 from skyrl_train.model import token_values
 from skyrl_train.model.files import export_model
 from skyrl_train.parts import CRITIC_LOSSES
@@ -52,9 +54,14 @@ class CriticLearner(HoldsModel):
             num_documents=mini_batch.denominators.num_sequences,
         )
 
+    def optim_step(self, settings: AdamWStep | None = None) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule, or does as `settings` say. Raises NonFiniteError before
+        any weight moves."""
+        return self.engine.optim_step(settings)
+
     def export_hf(self, folder: Path) -> None:
         """Weights, config and tokenizer, for another run's `critic.model.path`. Raises ModelError."""
-        tensors = self.engine.whole_state_dict()
+        tensors = self.whole_state_dict()
         if not self.engine.strategy.rank:
             export_model(folder, self.engine.model, tensors, self._model_config)
 

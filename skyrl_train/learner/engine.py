@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,30 +21,22 @@ from skyrl_train.batch.planner import MemoryAwareBatchIterator
 from skyrl_train.batch.steps import learning_rate, schedule_position
 from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.distributed import ModelStrategy, SingleProcess, by_mesh
-from skyrl_train.endpoints import LocalEndpoint
-from skyrl_train.errors import CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
-from skyrl_train.interfaces import HeldState
-from skyrl_train.learner import state
+from skyrl_train.errors import NonFiniteError, SkyrlTrainError
 from skyrl_train.learner.memory.oom_retry import OomRetry
 from skyrl_train.learner.offload import Offloader
 from skyrl_train.learner.optimizer import (
     AdamWStep,
     allocate_state,
     build_optimizer,
-    load_optimizer_tensors,
     optimizer_tensors,
     step_from_host,
 )
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.profiling import Profiler
-from skyrl_train.learner.state_files import HostCopy, StateFiles
 from skyrl_train.model import narrow_last_layer
-from skyrl_train.model.layers import use_fast_products
-from skyrl_train.model.lora import activate_adapter, adapter_tensors, by_layer, has_adapter, merged_weights
-from skyrl_train.parts import OPTIMIZERS
+from skyrl_train.model.layers import use_fast_products, use_fused_norms
+from skyrl_train.model.lora import activate_adapter, adapter_tensors
 from skyrl_train.telemetry import Last, Mean, StepMetrics, merge_metrics
-from skyrl_train.weight_sync import RankSender
-from skyrl_train.weights import ModelWeights, WeightSender
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +72,7 @@ class ModelEngine:
         that this engine trains and computes with."""
         self.strategy = strategy or SingleProcess()
         use_fast_products(model)
+        use_fused_norms(model)
         narrow_last_layer(model)
         self.strategy.prepare(model)
         self.model = model
@@ -93,7 +85,7 @@ class ModelEngine:
         self._total_optimizer_steps = total_optimizer_steps
         """Length of the schedule; where documents drive it, `total_documents` in units of a step's target."""
         self._total_documents = total_documents
-        self._config = optimizer
+        self.optimizer_config = optimizer
         self.state_in_host = state_in_host
         self.adapter = adapter
         self.parameters: dict[str, nn.Parameter] = (
@@ -108,7 +100,6 @@ class ModelEngine:
                 parameter.requires_grad_(False)
         else:
             self._optimizer = build_optimizer(self.parameters, optimizer)
-        self._host_copy = HostCopy()
         self.profiler: Profiler | None = None
         """Told of each optimizer step, where steps are profiled."""
         self._has_gradient = False
@@ -205,6 +196,15 @@ class ModelEngine:
         self.non_finite_loss = self.non_finite_loss or found.non_finite
         return merge_metrics([found.metrics, self.oom_retry.metrics()])
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether passes have added to the gradient since the last step."""
+        return self._has_gradient
+
+    def note_gradient(self) -> None:
+        """Tell that a pass of several adapters has added to the gradient of this one."""
+        self._has_gradient = True
+
     def _activate(self) -> None:
         self.offloader.require(optimizer=False)
         if self.adapter:
@@ -216,7 +216,7 @@ class ModelEngine:
         Raises NonFiniteError where the loss or a gradient is not finite. No weight has moved then, and the gradients
         are gone, so that the caller may go on with another mini-batch.
         """
-        optimizer, config = self.optimizer, self._config or OptimizerConfig()
+        optimizer, config = self.optimizer, self.optimizer_config or OptimizerConfig()
         self.offloader.require(optimizer=True)
         for parameter in self.parameters.values():
             if parameter.grad is None:
@@ -263,88 +263,6 @@ class ModelEngine:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def hold_state(self, *, copies: bool, leaves_gradient: bool = False) -> HeldState:
-        """What this rank writes of the files of `learner/state_files.py`; exact. Raises CheckpointError where a gradient is
-        pending, which it does not write, unless it `leaves_gradient` to whoever keeps what it was made of."""
-        if self._has_gradient and not leaves_gradient:
-            raise CheckpointError(f"save between optimizer steps; the {self.name} model has a pending gradient")
-        self.offloader.require(optimizer=True)
-        if self.strategy.rank and not self.strategy.sharded:
-            return HeldState(is_copied=True, write=lambda folder: {})  # noqa: ARG005 - rank 0 has all of it
-        files = StateFiles.of(
-            role=self.name,
-            model=self._saved_tensors(),
-            optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
-            optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
-            steps=self.num_optimizer_steps,
-            documents=self.num_documents,
-            budgets=self.oom_retry.budgets(),
-            sharded=self.strategy.sharded,
-            rank=self.strategy.rank,
-        )
-        num_ranks = self.strategy.num_ranks if self.strategy.sharded else 1
-        copy = self._host_copy.take(files, num_ranks=num_ranks) if copies else None
-        return HeldState(is_copied=copy is not None, write=(copy or files).write)
-
-    def save(self, folder: Path) -> None:
-        """Write the state of a model whose ranks call this together. Raises CheckpointError, and SaveError where the disk
-        refuses one of them."""
-        reason = ""
-        try:
-            self.hold_state(copies=False).write(folder)
-        except SaveError as error:
-            reason = str(error)
-        # Ranks that share a model return when all of its shards are there, or raise when one of them is not.
-        if reason := self.strategy.first_reason(reason) if self.strategy.sharded else reason:
-            raise SaveError(reason)
-
-    def load(self, folder: Path, *, with_optimizer: bool = True) -> None:
-        """Inverse of `save`; without the optimizer it begins anew. Raises CheckpointError, before anything changes, where
-        names, shapes or types differ."""
-        self.offloader.require(optimizer=True)
-        stored = state.read(
-            folder,
-            role=self.name,
-            model=self._saved_tensors(),
-            with_optimizer=self._optimizer is not None and with_optimizer,
-            optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
-        )
-        if self._optimizer is not None:
-            load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer, in_host=self.state_in_host)
-        with torch.no_grad():
-            for name, tensor in self._saved_tensors().items():
-                tensor.copy_(stored.model[name])
-        facts = stored.facts
-        steps, documents = (facts.num_optimizer_steps, facts.num_documents) if with_optimizer else (0, 0)
-        self.num_optimizer_steps, self.num_documents = steps, documents
-        self.oom_retry.restore(facts.budgets)
-        self.zero_grad()
-
-    def _saved_tensors(self) -> dict[str, Tensor]:
-        """Return the parameters, tied ones once, and what else the model keeps (persistent buffers), unless it is shared."""
-        if self.adapter:
-            return dict(self.parameters)
-        persistent = self.model.state_dict().keys()
-        buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
-        return {**self.parameters, **buffers}
-
-    def whole_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and persistent buffers, on the CPU of rank 0; nothing on the others. Called by all.
-
-        An adapter is part of what it adapts. Tied parameters are one tensor under several names.
-        """
-        self.offloader.require(optimizer=False)
-        gather, rank = self.strategy.gather, self.strategy.rank
-        if has_adapter(self.model):
-            return {name: whole.to("cpu") for name, whole in merged_weights(self.model, gather) if rank == 0}
-        gathered: dict[int, Tensor] = {}
-        named = self.model.state_dict(keep_vars=True)
-        for names in by_layer(named):
-            new = {id(named[name]): named[name] for name in names if id(named[name]) not in gathered}
-            for key, whole in zip(new, gather(list(new.values()), [None] * len(new))):
-                gathered[key] = whole.to("cpu") if rank == 0 else whole.new_empty(0)
-        return {name: gathered[id(tensor)] for name, tensor in named.items() if rank == 0}
-
     def _require_finite(self, grad_norm: float) -> None:
         """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
         reason = self.strategy.first_reason(self.non_finite_loss)
@@ -362,48 +280,3 @@ class ModelEngine:
             f"{self.name}, optimizer step {self.num_optimizer_steps}: {reason}. No weight was changed. "
             "A smaller trainer.policy.optimizer.lr or max_grad_norm may help; so may model.dtype=float32"
         )
-
-
-class HoldsModel:
-    """The part of a `Learner` that knows nothing of losses."""
-
-    def __init__(self, engine: ModelEngine) -> None:
-        self.engine = engine
-
-    def optim_step(self, settings: AdamWStep | None = None) -> StepMetrics:
-        """Clips, steps, zeroes the gradients, advances the schedule, or does as `settings` say. Raises NonFiniteError before
-        any weight moves."""
-        return self.engine.optim_step(settings)
-
-    def forward(self, batch: TrainingInputBatch) -> Tensor:
-        """Return `[num_tokens]` on the CPU, as `Learner.forward`."""
-        raise NotImplementedError
-
-    def weights(self) -> ModelWeights:
-        """Return the parameters under their Hugging Face names, tied ones once, an adapter merged."""
-        return ModelWeights(LocalEndpoint(self.sender()), role=self.engine.name, scores=self.forward)
-
-    def sender(self) -> WeightSender:
-        """Return this process's part in handing over the weights."""
-        engine = self.engine
-        return RankSender(
-            engine.model,
-            engine.strategy,
-            engine.passes.device,
-            require_there=lambda: engine.offloader.require(optimizer=False),
-        )
-
-    def hold_state(self, *, copies: bool) -> HeldState:
-        """As `Learner.hold_state`, of this rank."""
-        return self.engine.hold_state(copies=copies)
-
-    def save(self, folder: Path) -> None:
-        """Model, optimizer and schedule. Raises CheckpointError."""
-        self.engine.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Exact inverse of `save`. Raises CheckpointError."""
-        self.engine.load(folder)
-
-    def close(self) -> None:
-        """Nothing to release: memory goes with the object."""

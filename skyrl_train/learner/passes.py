@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from skyrl_train.learner.memory.meter import MemoryMeter
 from skyrl_train.learner.memory.oom_retry import ForwardSize
 from skyrl_train.model import hidden_states, reading
 from skyrl_train.model.layers import beyond_index, widest_activation
-from skyrl_train.model.lora import dropping
+from skyrl_train.model.lora import adapters_at, dropping, runs_of
 from skyrl_train.model.parallel import replayed, replaying
 from skyrl_train.model.vision import showing
 from skyrl_train.telemetry import Metric, StepMetrics, Sum, merge_metrics
@@ -60,6 +60,11 @@ class Planned:
     """int64: which rows of the batch these are; empty for a dummy."""
     layout: LayoutName
 
+    def by_adapter(self) -> Planned:
+        """With the rows of each adapter together."""
+        order = torch.argsort(self.batch["adapter_index"], stable=True)
+        return replace(self, batch=self.batch.take(order), rows=self.rows[order])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulated:
@@ -91,6 +96,8 @@ class Passes:
     """Counts what passes allocate, where micro-batches size themselves."""
     without_memory: Callable[[], AbstractContextManager[None]] | None = None
     """Inside of which passes are traced (`learner/memory/trace.py`) in place of computed; nothing is read back then."""
+    adapters: tuple[str, ...] = ()
+    """Those of the rows, by their `adapter_index`; where they have none, all are of the adapter that is active."""
     forward: CurrentForward = field(default_factory=CurrentForward)
     """Shared by the objects that are made of one another."""
 
@@ -124,7 +131,8 @@ class Passes:
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
         parts = self.micro_batching.iterate(kept, training=training, agree=self.strategy.agree)
-        return [Planned(batch=part.batch, rows=rows[part.rows], layout=part.layout) for part in parts]
+        planned = [Planned(batch=part.batch, rows=rows[part.rows], layout=part.layout) for part in parts]
+        return [each.by_adapter() for each in planned] if "adapter_index" in batch else planned
 
     @torch.no_grad()
     def score(
@@ -185,11 +193,27 @@ class Passes:
                 self.require_indexed()
             routed = replaying(self.model, part.batch, layout, self.device)
             images = showing(self.model, part.batch, layout, self.device)
+            several = self._several(part.batch, layout)
             # What is padded for losses need not hold the experts.
             rows, layout = part.batch.without_columns(ROUTED).to(self.device), layout.to(self.device)
             traced = nullcontext() if self.without_memory is None else self.without_memory()
-            with routed, images, reading(self.model, rows, layout), traced:
+            with routed, images, reading(self.model, rows, layout), several, traced:
                 yield rows, layout
+
+    def _several(self, rows: TrainingInputBatch, layout: Layout) -> AbstractContextManager[None]:
+        """Has each position computed by the adapter of its row, where rows are of several."""
+        if "adapter_index" not in rows:
+            return nullcontext()
+        token_of = torch.zeros(layout.num_positions, dtype=torch.int64)
+        token_of[layout.position_of_token] = torch.arange(rows.num_tokens)
+        token_of = token_of.cummax(0).values  # padding goes with the row before it
+        of_position = torch.repeat_interleave(rows["adapter_index"], rows.lengths)[token_of]
+        narrowed = [] if layout.scored is None else [of_position[layout.scored.read]]
+        runs = {}
+        for each in (*narrowed, of_position):
+            index, lengths = torch.unique_consecutive(each, return_counts=True)
+            runs[len(each)] = runs_of([self.adapters[number] for number in index.tolist()], lengths.tolist())
+        return adapters_at(self.model, runs)
 
     def require_indexed(self) -> None:
         """Raise BatchError where kernels cannot index the current forward."""

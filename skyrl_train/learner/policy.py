@@ -5,9 +5,8 @@ loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +27,9 @@ from skyrl_train.batch.steps import Ages, LossDenominators, MiniBatch, ages_in
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.learner.engine import HoldsModel, ModelEngine
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.holds_model import HoldsModel
+from skyrl_train.learner.optimizer import AdamWStep
 from skyrl_train.learner.policy_metrics import ledger_metrics, rollout_difference
 from skyrl_train.learner.state import take_weights
 from skyrl_train.model import output_head
@@ -84,6 +85,17 @@ class PolicyLearner(HoldsModel):
             ),
         )
 
+    def forward_distributions(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens, vocabulary]` on the CPU: where `forward` has a token's log-probability, those of all tokens that
+        might stand in its place."""
+        return self.engine.forward(
+            batch,
+            lambda hidden, rows, layout: (
+                self._scores(hidden, rows, layout, with_entropy=False, of_distribution=lambda log_p: log_p).logprobs
+            ),
+            numbers=(output_head(self.engine.model).weight.shape[0],),
+        )
+
     def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens, 2]` on the CPU: what `forward` gives, and the entropy (nats) of the distribution that a token with
         `loss_mask` was drawn from."""
@@ -111,52 +123,15 @@ class PolicyLearner(HoldsModel):
             num_documents=mini_batch.denominators.num_sequences,
         )
 
-    def forward_losses(
-        self, batch: TrainingInputBatch, losses: Sequence[AlgorithmConfig], *, backward: bool
-    ) -> TokenLosses:
-        """What each token's loss is where each row has a loss of its own (`loss_index`; without it the first), as registered
-        for `trainer.algorithm.policy_loss`; with `backward` the gradient of their weighted sum is added to what is
-        accumulated. The terms that a whole step has beside it, KL and entropy, are not in it.
-
-        Rows are told apart by `trajectory_index`, which must be unique. Raises BatchError for columns that a loss lacks.
-        """
-        found: dict[int, Tensor] = {}
-
-        def scored(hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> Tensor:
-            def loss_of_tokens(places: Tensor, logprobs: Tensor, entropy: Tensor) -> Tensor:
-                del entropy
-                columns = {name: column[places].unsqueeze(0) for name, column in rows.token_columns.items()}
-                return _loss_of_rows(columns, logprobs.unsqueeze(0), losses, None).sum()
-
-            foreseen = backward and len(losses) == 1 and is_tokenwise(losses[0])
-            scores = self._scores(
-                hidden, rows, layout, with_entropy=False, loss_of_tokens=loss_of_tokens if foreseen else None
-            )
-            columns = {name: rows.padded(name) for name in rows.token_columns}
-            index = rows.row_columns.get("loss_index")
-            return torch.stack((scores.logprobs, _loss_of_rows(columns, scores.logprobs, losses, index)), dim=-1)
-
-        if not backward:
-            return TokenLosses.of(self.engine.forward(batch, scored, numbers=(2,)))
-
-        def loss_of(hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> tuple[Tensor, StepMetrics]:
-            both = scored(hidden, rows, layout)
-            parts = torch.split(rows.from_padded(both.detach()), rows.lengths.tolist())
-            # What runs out of memory is computed anew: the later result of a row is the one that counts.
-            found.update(zip(rows["trajectory_index"].tolist(), parts))
-            return both[..., 1].sum(), {}
-
-        self.engine.forward_backward(batch, loss_of)
-        flat = torch.zeros(batch.num_tokens, 2, dtype=torch.float64)
-        for row, (start, stop) in zip(batch["trajectory_index"].tolist(), pairwise(batch.row_offsets.tolist())):
-            if row in found:
-                flat[start:stop] = found[row].to("cpu", torch.float64)
-        return TokenLosses.of(flat)
+    def optim_step(self, settings: AdamWStep | None = None) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule, or does as `settings` say. Raises NonFiniteError before
+        any weight moves."""
+        return self.engine.optim_step(settings)
 
     def export_hf(self, folder: Path) -> None:
         """Model, generation config and tokenizer for `from_pretrained`, an adapter merged, and by itself in `adapter/`.
         Raises ModelError."""
-        tensors = self.engine.whole_state_dict()
+        tensors = self.whole_state_dict()
         full = self.engine.strategy.full
         adapter = {name: full(tensor.detach()) for name, tensor in adapter_tensors(self.engine.model).items()}
         if not self.engine.strategy.rank:
@@ -240,8 +215,8 @@ class PolicyLearner(HoldsModel):
         algorithm, mask, weights = self._algorithm, columns["loss_mask"], columns["loss_weights"]
         inputs = PolicyLossInputs(
             logprobs=logprobs,
-            old_logprobs=_column(columns, "old_logprobs", logprobs),
-            advantages=_column(columns, "advantages", torch.zeros_like(logprobs)),
+            old_logprobs=column_or_default(columns, "old_logprobs", logprobs),
+            advantages=column_or_default(columns, "advantages", torch.zeros_like(logprobs)),
             loss_mask=mask,
             rollout_logprobs=_optional(columns, "rollout_logprobs", logprobs),
             ref_logprobs=_optional(columns, "ref_logprobs", logprobs),
@@ -280,43 +255,7 @@ class _Terms:
     metrics: StepMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLosses:
-    """What a pass with a loss for each row found, `[num_tokens]` on the CPU, 0 at tokens without `loss_mask`."""
-
-    logprobs: Tensor
-    losses: Tensor
-    """Weighted: their sum is the loss."""
-
-    @staticmethod
-    def of(both: Tensor) -> TokenLosses:
-        """Of `[num_tokens, 2]`."""
-        return TokenLosses(logprobs=both[..., 0], losses=both[..., 1])
-
-
-def _loss_of_rows(
-    columns: Mapping[str, Tensor], logprobs: Tensor, losses: Sequence[AlgorithmConfig], index: Tensor | None
-) -> Tensor:
-    """`[rows, len]`: weighted losses of tokens. `index` `[rows]` says which loss is a row's; None where all have the first
-    one. Taken in float64, as rounding of a token's loss would show where losses of both signs are added up."""
-    logprobs = logprobs.double()
-    inputs = PolicyLossInputs(
-        logprobs=logprobs,
-        old_logprobs=_column(columns, "old_logprobs", logprobs),
-        advantages=_column(columns, "advantages", torch.zeros_like(logprobs)),
-        loss_mask=columns["loss_mask"],
-    )
-    weights = columns["loss_weights"]
-    if index is None:
-        return weights * policy_loss(inputs, losses[0]).token_losses
-    total = torch.zeros_like(weights)
-    for number, algorithm in enumerate(losses):
-        own = inputs.loss_mask & (index == number).unsqueeze(1)
-        total = total + weights * policy_loss(replace(inputs, loss_mask=own), algorithm).token_losses
-    return total
-
-
-def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:
+def column_or_default(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:
     """Return the column in the type of `default`, which stands in for a column that is not there: one that the loss
     does not read, or the old log-probabilities of an update that is on-policy by construction."""
     return columns[name].to(default.dtype) if name in columns else default.detach()

@@ -86,22 +86,22 @@ class LearnerOnSharedDevice:
         return [size_micro_batches(self._learner, meter, limits, stored=own[0] if len(own) == 1 else None)]
 
     def hold_state(self, *, copies: bool) -> HeldState:
-        """Raises CheckpointError."""
+        """Bring the model and its optimizer onto the device, and hold them for a checkpoint. Raises CheckpointError."""
         self._on_device(optimizer=True)
         return self._learner.hold_state(copies=copies)
 
     def load(self, folder: Path) -> None:
-        """Raises CheckpointError."""
+        """Take the weights and the optimizer state of a folder. Raises CheckpointError."""
         self._on_device(optimizer=True, trains=True)
         self._learner.load(folder)
 
     def export_hf(self, folder: Path) -> None:
-        """Raises ModelError."""
+        """Write the model in Hugging Face format. Raises ModelError."""
         self._on_device()
         self._learner.export_hf(folder)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release the learner; the device is others' to share."""
         self._learner.close()
 
     def _policy(self) -> PolicyLearner:

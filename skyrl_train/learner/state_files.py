@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFile:
-    """One file of tensors."""
+    """What one safetensors file holds: tensors by name, and texts about them."""
 
     tensors: Mapping[str, Tensor]
     """Plain ones, of this rank."""

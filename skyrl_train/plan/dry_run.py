@@ -8,23 +8,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
-from skyrl_train.batch.layouts import CostModel, ModelShape
-from skyrl_train.batch.layouts import rates_of as device_rates_of
+from skyrl_train.batch.layouts import CostModel, ModelShape, rates_of as device_rates_of
 from skyrl_train.batch.planner import TokenBudgets
-from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config import AnyConfig, Config, SFTConfig, TrainerConfig
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.derived import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
-from skyrl_train.config.models import PlatformConfig
-from skyrl_train.config.placement import Layout, count_engines, shares_devices
+from skyrl_train.config.derived import (
+    LearnerSettings,
+    ScheduleLength,
+    gpus_needed,
+    layout_of,
+    old_logprobs_scored,
+    run_models,
+    scores_entropies,
+    sft_learner_settings,
+)
+from skyrl_train.config.models import PlatformConfig, mesh_sizes
+from skyrl_train.config.placement import Layout, Role, count_engines, shares_devices
 from skyrl_train.config.rules import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation, counted
-from skyrl_train.model.sizes import read_config
+from skyrl_train.learner.memory import Effort, PredictedPasses
+from skyrl_train.model.sizes import model_sizes, read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.forms.scale import MachineRates
 from skyrl_train.plan.machine import StepTime, machine_rates, predicted_rates
-from skyrl_train.plan.memory.device import DeviceMemory, peak_on_cpu, planned_models
+from skyrl_train.plan.memory.device import (
+    CONTEXT_BYTES,
+    DeviceMemory,
+    device_memory,
+    predicted_passes,
+    wanted_positions,
+)
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, sandbox_notes, size_notes
 from skyrl_train.plan.report import (
     BundleGroup,
@@ -39,6 +55,10 @@ from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time
 from skyrl_train.registry import part_name
 from skyrl_train.system import Devices, gpu_name
 
+Announce = Callable[[str], object]
+"""Told of what takes seconds."""
+_PROCESS_BYTES = 550_000_000
+"""Of a run's process on a CPU without a model: Python, PyTorch and transformers, measured on Linux."""
 MachineOf = Callable[[PlatformConfig, str], MachineRates]
 """Of a platform, and of the type in which models compute."""
 
@@ -62,7 +82,7 @@ def make_plan_report(
     rates: Rates | None = None,
     machine: MachineOf | None = None,
     num_eval_prompts: int = 0,
-    announce: Callable[[str], object] = lambda _: None,
+    announce: Announce = lambda _: None,
 ) -> PlanReport:
     """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
 
@@ -104,10 +124,7 @@ def make_plan_report(
             *rate_points("policy", config.trainer.policy.optimizer, plan.schedule_steps),
             *rate_points("critic", config.critic.optimizer, plan.critic_schedule_steps),
         ),
-        storage=(
-            *storage_items(config, plan, lengths, num_parameters=num_parameters),
-            *_peak(config, estimates, announce),
-        ),
+        storage=tuple(_storage(config, plan, lengths, num_parameters, estimates, announce)),
         notes=(
             *size_notes(config),
             *plan_notes(
@@ -148,8 +165,18 @@ def _estimates(
     return lengths, estimates
 
 
-def _peak(config: Config, estimates: Sequence[PassEstimate], announce: Callable[[str], object]) -> Iterator[Storage]:
-    """What the process of a run on a CPU takes at most, where that can be predicted."""
+def _storage(
+    config: Config,
+    plan: BatchPlan,
+    lengths: RowLengths,
+    num_parameters: int | None,
+    estimates: Sequence[PassEstimate],
+    announce: Announce,
+) -> Iterator[Storage]:
+    """What is kept and moved, and what the process of a run on a CPU takes at most, where that can be predicted."""
+    trainer, strategy, workers = config.trainer, config.strategy, config.placement.policy_num_workers
+    shards = mesh_sizes(strategy, workers).shard if strategy.kind == "fsdp2" else 1
+    yield from storage_items(trainer, config.model, plan, lengths, num_parameters=num_parameters, num_shards=shards)
     positions = _trained_positions(estimates)
     with suppress(ModelError, MemoryLimitError):
         if peak := peak_on_cpu(config, positions, announce):
@@ -160,6 +187,34 @@ def _peak(config: Config, estimates: Sequence[PassEstimate], announce: Callable[
 def _trained_positions(estimates: Sequence[PassEstimate]) -> dict[str, int]:
     """By role, the computed positions of the largest micro-batch in training."""
     return {each.role: each.largest_micro_batch_tokens for each in estimates if each.role != "reference"}
+
+
+def peak_on_cpu(config: Config, positions: Mapping[str, int], announce: Announce = lambda _: None) -> int | None:
+    """Predict the bytes that the process of a run in one process on a CPU takes at most, activations and logits included.
+
+    Args:
+        positions: By role, computed positions of its largest micro-batch in training.
+        announce: As in `plan_memory`.
+
+    None where ranks or engines are processes of their own, and where models take less than the process without them, which
+    is not worth a trace. Raises ModelError.
+    """
+    inline = config.platform.name == "cpu" and config.placement.backend == "inline"
+    if not inline or config.generator.has_own_devices or config.strategy.kind != "single":
+        return None
+    sizes = {each.role: model_sizes(each.model.path, revision=each.model.revision) for each in planned_models(config)}
+    if sum(4 * each.parameters for each in sizes.values()) < _PROCESS_BYTES / 4:
+        return None
+    models = models_of(config, Effort(announce=announce))
+    at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
+    in_pass = [
+        each.estimate("training", -(-positions[role] // each.longest)).peak_bytes - at_rest[role]
+        for role, each in models.items()
+        if role in positions
+    ]
+    engine = models["policy"].counts.total * (2 if config.model.dtype == "bfloat16" else 4)
+    held = _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass)
+    return int(held * (1 + config.trainer.memory_margin))  # what the allocator has freed, and keeps
 
 
 def expected_peak_bytes(config: Config, plan: BatchPlan, lengths: RowLengths) -> int | None:
@@ -272,6 +327,123 @@ def _time(
         num_devices=gpus_needed(config) or 1,
         takes_turns=shares_devices(config.placement, config.generator, config.platform),
     )
+
+
+def plan_memory(
+    config: Config, *, one_row: bool = False, largest_only: bool = False, announce: Announce = lambda _: None
+) -> DeviceMemory | None:
+    """Predict what passes hold; None where `plan.device_memory_gb` asks for nothing.
+
+    Args:
+        one_row: Whether it is enough to know that a row fits; budgets are then one row, or 0.
+        largest_only: Whether it is enough to know the largest pass of each model: training, where it is trained.
+        announce: Told that a prediction will take a while, where nothing is remembered of the model.
+
+    Raises ModelError where a model's config cannot be had, or its step cannot be traced.
+    """
+    trainer = config.trainer
+    stated = trainer.memory_budget_gb * (1 << 30) if trainer.sizes_itself else 0.0
+    device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
+    if not device_bytes:
+        return None
+    effort = Effort(how="compiled by XLA" if trainer.memory_probe == "xla" else "traced", announce=announce)
+    found = device_memory(
+        models_of(config, effort),
+        device_bytes,
+        trainer=trainer,
+        generator=config.generator,
+        placement=config.placement,
+        platform=config.platform,
+        layout=layout_of(config),
+        measured=Path(config.output_dir) / "memory.json",
+        one_row=one_row,
+        largest_only=largest_only,
+    )
+    return replace(found, effort=effort.line())
+
+
+def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:
+    """Return what predicts the passes of each model that the run holds. A reference that is the policy without its adapter
+    is no model of its own. Raises ModelError."""
+    ranks = {
+        "policy": config.placement.policy_num_workers,
+        "reference": config.placement.ref_num_workers,
+        "critic": config.placement.critic_num_workers,
+    }
+    return {
+        settings.role: predicted_passes(
+            settings,
+            ranks[settings.role],
+            effort,
+            longest=config.generator.max_context_length,
+            image_tokens=config.data.max_prompt_length,
+            device_bytes=int(config.plan.device_memory_gb * 1e9),
+        )
+        for settings in planned_models(config)
+    }
+
+
+def planned_models(config: Config) -> Iterator[LearnerSettings]:
+    """Yield the models of a run, of the architecture that `plan.architecture` states in place of the policy's."""
+    for settings in run_models(config, lambda _: ScheduleLength()).learners:
+        path = settings.model.path
+        if config.plan.architecture and path == config.model.path:
+            path = config.plan.architecture
+        yield replace(settings, model=replace(settings.model, path=path))
+
+
+def head_violations(config: Config) -> Iterator[Violation]:
+    """Yield why ranks cannot share the micro-batches of a model whose config is on this machine: around attention they take
+    its heads apart."""
+    size, field = config.strategy.sequence_parallel_size, "strategy.sequence_parallel_size"
+    for settings in planned_models(config) if size > 1 else ():
+        with suppress(ModelError):
+            heads = model_sizes(settings.model.path, revision=settings.model.revision).num_heads
+            fitting = [each for each in range(1, min(heads, 2 * size) + 1) if heads % each == 0]
+            if heads % size:
+                yield Violation(
+                    field=field,
+                    rule=f"must divide the {heads} attention heads of {settings.model.path} ({settings.role})",
+                    value=str(size),
+                    remedy=f"try {field}={max((each for each in fitting if each < size), default=1)}"
+                    + (f" or {field}={larger}" if (larger := max(fitting)) > size else ""),
+                )
+
+
+def positions_that_fit(config: AnyConfig, memory_gb: float, announce: Announce = lambda _: None) -> int:
+    """Return how many positions of a training micro-batch fit a device of `memory_gb`, on the trained model with the fewest,
+    up to `wanted_positions`; 0 where a model does not fit at all.
+
+    Raises ModelError where nothing is known of a model.
+    """
+    wanted = wanted_positions(config.trainer, config.longest_row)
+    if isinstance(config, SFTConfig):
+        config = replace(config, trainer=replace(config.trainer, micro_batching="auto", max_positions=wanted))
+        return _positions_of_sft(config, memory_gb, announce)
+    # As if they sized themselves, so that no more is traced than is asked; compiling would take minutes.
+    trainer = replace(config.trainer, micro_batching="auto", memory_probe="trace", max_positions=wanted)
+    plan = replace(config.plan, device_memory_gb=memory_gb)
+    memory = plan_memory(replace(config, plan=plan, trainer=trainer), largest_only=True, announce=announce)
+    if memory is None or not memory.engine_fits or not all(each.budget for each in memory.passes):
+        return 0
+    return min(each.budget for each in memory.passes if each.phase == "training")
+
+
+def _positions_of_sft(config: SFTConfig, memory_gb: float, announce: Announce) -> int:
+    settings, device_bytes = sft_learner_settings(config), int(memory_gb * 1e9)
+    predicted = predicted_passes(
+        settings,
+        config.placement.policy_num_workers,
+        Effort(announce=announce),
+        longest=config.longest_row,
+        image_tokens=config.longest_row,
+        device_bytes=device_bytes,
+    )
+    limit = device_bytes - int(device_bytes * config.trainer.memory_margin) - CONTEXT_BYTES
+    try:
+        return predicted.token_budget("training", limit)
+    except MemoryLimitError:
+        return 0
 
 
 def placement_report(config: Config, devices: Devices) -> PlacementReport:

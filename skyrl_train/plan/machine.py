@@ -56,7 +56,7 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """Without an evaluation."""
+        """Seconds of a whole step that does not evaluate."""
         return self.generate_s + self.score_s + self.update_s + self.sync_s
 
 

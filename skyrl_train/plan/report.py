@@ -9,8 +9,8 @@ from math import ceil
 
 from skyrl_train.batch.planner import TokenBudgets
 from skyrl_train.batch.steps import learning_rate
-from skyrl_train.config import Config, TrainerConfig
-from skyrl_train.config.models import OptimizerConfig, mesh_sizes
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.models import ModelConfig, OptimizerConfig
 from skyrl_train.errors import Violation, byte_size, counted
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
@@ -298,10 +298,16 @@ def rate_points(role: str, optimizer: OptimizerConfig, total: float) -> Iterator
 
 
 def storage_items(
-    config: Config, plan: BatchPlan, lengths: RowLengths, *, num_parameters: int | None
+    trainer: TrainerConfig,
+    model: ModelConfig,
+    plan: BatchPlan,
+    lengths: RowLengths,
+    *,
+    num_parameters: int | None,
+    num_shards: int,
 ) -> Iterator[Storage]:
-    """What a training batch keeps and moves, and, where the number of the policy's parameters is known, what those do."""
-    trainer = config.trainer
+    """What a training batch keeps and moves, and, where the number of the policy's parameters is known, what those do, over
+    `num_shards` ranks that have a part of each."""
     tokens_per_sample = float(lengths.all_rows.sum()) / len(lengths.trajectories)
     tokens = round(plan.num_samples_per_batch * tokens_per_sample)
     models = len(plan.learners) - 1
@@ -327,25 +333,23 @@ def storage_items(
     )
     if num_parameters is not None:
         state = num_parameters * (4 if trainer.policy.optimizer.name == "sgd" else 12)
-        is_sharded = config.strategy.kind == "fsdp2"
-        shards = mesh_sizes(config.strategy, config.placement.policy_num_workers).shard if is_sharded else 1
         yield Storage(
             what="weights to the inference engine",
             kind="moved",
-            num_bytes=num_parameters * (2 if config.model.dtype == "bfloat16" else 4),
+            num_bytes=num_parameters * (2 if model.dtype == "bfloat16" else 4),
             when="every batch",
         )
         yield Storage(
             what="policy's weights, gradients and optimizer state of each rank",
             kind="kept",
-            num_bytes=ceil_div(state + 4 * num_parameters, shards),
+            num_bytes=ceil_div(state + 4 * num_parameters, num_shards),
             when="all the time; activations come on top",
         )
         if trainer.background_checkpoints:
             yield Storage(
                 what="copy of the policy in the host's memory, of each rank",
                 kind="kept",
-                num_bytes=ceil_div(state, shards),
+                num_bytes=ceil_div(state, num_shards),
                 when="from the first checkpoint on, which is written from it",
             )
         kept = trainer.max_ckpts_to_keep

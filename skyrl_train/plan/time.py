@@ -153,7 +153,7 @@ class PhaseTime:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """What a run takes."""
+    """Seconds of a run's phases, by rates that were measured or stated."""
 
     source: str
     phases: tuple[PhaseTime, ...]

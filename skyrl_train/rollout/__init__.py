@@ -1,49 +1,39 @@
 """The generator: conversations with an engine, turn by turn, token in and token out."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.rollout.admission import Admission, AdmissionSettings, ConsumedPrompts
-    from skyrl_train.rollout.agent_loop import Episode, Job, Limits, multi_turn
-    from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools, with_context
-    from skyrl_train.rollout.checked_engine import (
-        CheckedEngine,
-        Listener,
-        check_answer,
-        check_failures,
-        listener,
-        listening,
+    from skyrl_train.rollout.admission import (
+        Admission as Admission,
+        AdmissionSettings as AdmissionSettings,
+        ConsumedPrompts as ConsumedPrompts,
     )
-    from skyrl_train.rollout.generator import RolloutGenerator
-    from skyrl_train.rollout.journal import FILE, Journal, journal_lines
-    from skyrl_train.rollout.loop_thread import LoopThread
-    from skyrl_train.rollout.row_checks import check_all_rows, checked_prompts
-
-__all__ = [
-    "FILE",
-    "Admission",
-    "AdmissionSettings",
-    "ChatTokens",
-    "CheckedEngine",
-    "ConsumedPrompts",
-    "Episode",
-    "Job",
-    "Journal",
-    "Limits",
-    "Listener",
-    "LoopThread",
-    "RolloutGenerator",
-    "check_all_rows",
-    "check_answer",
-    "check_failures",
-    "check_tools",
-    "checked_prompts",
-    "journal_lines",
-    "listener",
-    "listening",
-    "multi_turn",
-    "with_context",
-]
+    from skyrl_train.rollout.agent_loop import (
+        Episode as Episode,
+        Job as Job,
+        Limits as Limits,
+        multi_turn as multi_turn,
+    )
+    from skyrl_train.rollout.chat_tokens import (
+        ChatTokens as ChatTokens,
+        check_tools as check_tools,
+        with_context as with_context,
+    )
+    from skyrl_train.rollout.checked_engine import (
+        CheckedEngine as CheckedEngine,
+        Listener as Listener,
+        check_answer as check_answer,
+        check_failures as check_failures,
+        listener as listener,
+        listening as listening,
+    )
+    from skyrl_train.rollout.generator import (
+        Place as Place,
+        RolloutGenerator as RolloutGenerator,
+        places_of as places_of,
+    )
+    from skyrl_train.rollout.journal import FILE as FILE, Journal as Journal, journal_lines as journal_lines
+    from skyrl_train.rollout.loop_thread import LoopThread as LoopThread
+    from skyrl_train.rollout.row_checks import check_all_rows as check_all_rows, checked_prompts as checked_prompts
 
 __getattr__ = lazily(__name__)

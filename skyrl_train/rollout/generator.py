@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import with_sandbox
@@ -52,6 +52,15 @@ STREAM = "stream"
 """Purpose, in requests and seeds, of groups that run by themselves."""
 _GREEDY = "greedy_stream"
 """Purpose of their greedy samples, which are a baseline."""
+
+
+class Place(NamedTuple):
+    """A prompt's in its batch."""
+
+    number: int
+    num_before: int
+    """How often the batch has the same prompt before."""
+
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
@@ -149,7 +158,10 @@ class RolloutGenerator:
         self._check_rows(prompts)
         hosts = [task.hosts for task in self._tasks.values()]
         before = [(each.num_given_up, each.num_close_failures) for each in hosts]
-        trajectories = self.thread.run(self._run_all(prompts, n_samples_per_prompt, sampling, global_step, purpose))
+        places = places_of(prompts)
+        trajectories = self.thread.run(
+            self._run_all(prompts, places, n_samples_per_prompt, sampling, global_step, purpose)
+        )
         for each, (hung, unclosed) in zip(hosts, before):
             if each.num_given_up > hung:
                 logger.warning("%d environment calls hung; %s", each.num_given_up - hung, each.given_up)
@@ -158,6 +170,26 @@ class RolloutGenerator:
         return RolloutBatch(
             prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=n_samples_per_prompt
         )
+
+    async def run_part(
+        self,
+        prompts: Sequence[Prompt],
+        places: Sequence[Place],
+        *,
+        n_samples_per_prompt: int,
+        sampling: SamplingParams,
+        global_step: int,
+        purpose: str,
+    ) -> list[Trajectory]:
+        """Return all samples of some prompts of a batch, which are what `generate` makes of them among all. `places`: theirs
+        in the batch (`places_of`).
+
+        To be awaited on `thread`. Raises DataError, ConfigError as `generate` does; who has the whole batch knows how many
+        samples may fail.
+        """
+        self._check_rows(prompts)
+        settings = (n_samples_per_prompt, sampling, global_step, purpose)
+        return await self._run_all(prompts, places, *settings, is_whole=False)
 
     async def run_group(
         self,
@@ -176,9 +208,10 @@ class RolloutGenerator:
         the last. Raises DataError, ConfigError as `generate` does; SaveError.
         """
         self._check_rows([prompt])
-        jobs = self._jobs([prompt], n_samples_per_prompt, sampling, ordinal, STREAM)
+        first = [Place(0, 0)]
+        jobs = self._jobs([prompt], first, n_samples_per_prompt, sampling, ordinal, STREAM)
         if with_greedy:
-            jobs += self._jobs([prompt], 1, replace(sampling, temperature=0.0), ordinal, _GREEDY)
+            jobs += self._jobs([prompt], first, 1, replace(sampling, temperature=0.0), ordinal, _GREEDY)
         tasks = [asyncio.ensure_future(self._run(job, contextlib.ExitStack(), [], journal)) for job in jobs]
         samples, greedy = tasks[:n_samples_per_prompt], tasks[n_samples_per_prompt:]
         try:
@@ -223,14 +256,18 @@ class RolloutGenerator:
             check_rows([prompt for prompt in prompts if prompt.dataset == name], task.environment)
 
     def _jobs(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
+        self,
+        prompts: Sequence[Prompt],
+        places: Sequence[Place],
+        n_samples: int,
+        sampling: SamplingParams,
+        global_step: int,
+        purpose: str,
     ) -> list[Job]:
         jobs: list[Job] = []
-        seen: Counter[str] = Counter()
-        for prompt_index, prompt in enumerate(prompts):
+        for prompt, (prompt_index, num_before) in zip(prompts, places, strict=True):
             # The same prompt twice in a batch must not give the same samples twice.
-            prompt_number = derive_seed(0, f"prompt/{prompt.uid}", seen[prompt.uid])
-            seen[prompt.uid] += 1
+            prompt_number = derive_seed(0, f"prompt/{prompt.uid}", num_before)
             task = self._tasks[prompt.dataset]
             tools = prompt.tools or task.tools
             prompt_ids = self._chat.data_prompt(prompt, tools)
@@ -266,10 +303,18 @@ class RolloutGenerator:
         return replace(sampling, **changes)
 
     async def _run_all(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
+        self,
+        prompts: Sequence[Prompt],
+        places: Sequence[Place],
+        n_samples: int,
+        sampling: SamplingParams,
+        global_step: int,
+        purpose: str,
+        *,
+        is_whole: bool = True,
     ) -> list[Trajectory]:
         # Prompts become tokens on the loop's thread alone: tokenizers are not for several threads at once.
-        jobs = self._jobs(prompts, n_samples, sampling, global_step, purpose)
+        jobs = self._jobs(prompts, places, n_samples, sampling, global_step, purpose)
         with contextlib.ExitStack() as all_leases:
             runs: list[Coroutine[Any, Any, Trajectory]] = []
             complete: list[tuple[Prompt, Trajectory]] = []
@@ -287,10 +332,10 @@ class RolloutGenerator:
                     for start, job in list(enumerate(jobs))[::n_samples]
                 ]
             try:
-                await self._watch(tasks)
-                trajectories = [task.result() for task in tasks]
+                trajectories = list(await (self._watch(tasks) if is_whole else asyncio.gather(*tasks)))
                 if groups:
                     trajectories = [one for group in await asyncio.gather(*groups) for one in group]
+                if groups and is_whole:
                     check_failures(trajectories, len(jobs), limit=self._environment.max_failed_fraction)
                 return trajectories
             except SkyrlTrainError as error:
@@ -362,8 +407,8 @@ class RolloutGenerator:
             parse_calls=self._parse_calls,
         )
 
-    async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
-        """Waits for all, reporting progress; raises at the first error and as soon as too many have failed."""
+    async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> list[Trajectory]:
+        """Return the results of all, reporting progress; raises at the first error and as soon as too many have failed."""
         done: list[Trajectory] = []
         for next_done in asyncio.as_completed(tasks):
             trajectory = await next_done
@@ -376,6 +421,17 @@ class RolloutGenerator:
                 check_failures(done, len(tasks), limit=limit, none_succeeded=none)
             if self.on_progress is not None:
                 self.on_progress(len(done), len(tasks))
+        return [task.result() for task in tasks]
+
+
+def places_of(prompts: Sequence[Prompt]) -> list[Place]:
+    """Return the places of a batch's prompts."""
+    seen: Counter[str] = Counter()
+    places = []
+    for index, prompt in enumerate(prompts):
+        places.append(Place(index, seen[prompt.uid]))
+        seen[prompt.uid] += 1
+    return places
 
 
 def most_workers(environment: EnvironmentConfig) -> int | None:

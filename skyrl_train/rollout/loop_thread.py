@@ -59,9 +59,9 @@ class LoopThread:
                     self._settle([task for task in running if task is not None])
             raise
 
-    def begin(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine whose result, or exception, nobody waits for."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine, and return its result, or exception, for whoever waits for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @property
     def is_closed(self) -> bool:

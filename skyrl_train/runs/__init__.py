@@ -1,47 +1,31 @@
 """The only place that constructs a run: RL, SFT, evaluation, capsules."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.runs import audit
-    from skyrl_train.runs.capsule import open_capsule, run_again
-    from skyrl_train.runs.capsule_bisect import bisect, refuse_again
-    from skyrl_train.runs.construction.parts import assembly_settings, ppo_settings
-    from skyrl_train.runs.drive import evaluate, train, train_sft
-    from skyrl_train.runs.resolve import resolve
-    from skyrl_train.runs.result import RunResult, run_logged, swept_metric
-    from skyrl_train.runs.rl import load_data
-    from skyrl_train.runs.server import ServerSettings, serve
-    from skyrl_train.runs.sft import SFTData, build_loader, build_sft_evaluator, open_best, plan_sft
-    from skyrl_train.runs.task import Attempt, build_trackers, open_checkpoints
-
-__all__ = [
-    "Attempt",
-    "RunResult",
-    "SFTData",
-    "ServerSettings",
-    "assembly_settings",
-    "audit",
-    "bisect",
-    "build_loader",
-    "build_sft_evaluator",
-    "build_trackers",
-    "evaluate",
-    "load_data",
-    "open_best",
-    "open_capsule",
-    "open_checkpoints",
-    "plan_sft",
-    "ppo_settings",
-    "refuse_again",
-    "resolve",
-    "run_again",
-    "run_logged",
-    "serve",
-    "swept_metric",
-    "train",
-    "train_sft",
-]
+    from skyrl_train.runs.capsule import open_capsule as open_capsule, run_again as run_again
+    from skyrl_train.runs.capsule_bisect import bisect as bisect, refuse_again as refuse_again
+    from skyrl_train.runs.construction.parts import assembly_settings as assembly_settings, ppo_settings as ppo_settings
+    from skyrl_train.runs.drive import evaluate as evaluate, train as train, train_sft as train_sft
+    from skyrl_train.runs.resolving import resolve as resolve
+    from skyrl_train.runs.result import RunResult as RunResult, run_logged as run_logged, swept_metric as swept_metric
+    from skyrl_train.runs.rl import load_data as load_data
+    from skyrl_train.runs.server import (
+        ServerSettings as ServerSettings,
+        require_served as require_served,
+        serve as serve,
+    )
+    from skyrl_train.runs.sft import (
+        SFTData as SFTData,
+        build_loader as build_loader,
+        build_sft_evaluator as build_sft_evaluator,
+        open_best as open_best,
+        plan_sft as plan_sft,
+    )
+    from skyrl_train.runs.task import (
+        Attempt as Attempt,
+        build_trackers as build_trackers,
+        open_checkpoints as open_checkpoints,
+    )
 
 __getattr__ = lazily(__name__)

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
-from skyrl_train.config import Config, SFTConfig, sft_learner_settings
-from skyrl_train.config.derived import RunModels, run_models
+from skyrl_train.config import Config, SFTConfig
+from skyrl_train.config.derived import RunModels, sft_learner_settings
 from skyrl_train.config.door import as_now, load_root
 from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.data.sources import IMAGES
@@ -24,13 +22,11 @@ from skyrl_train.images import with_pixels
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.learner import read_tensors
 from skyrl_train.model.files import image_reader
-from skyrl_train.plan import plan_batches
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.construction.parts import Host, build_learners, ppo_settings, size_micro_batches
+from skyrl_train.runs.construction.parts import Host, build_learners, learners_here, platform_here, ppo_settings
 from skyrl_train.runs.sft import size_policy
 from skyrl_train.runs.task import prepare_process
 from skyrl_train.telemetry import RunFolder, merge_metrics, to_values
-from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.records import read_facts, read_rollouts
 from skyrl_train.trainers import batch_metrics, document_metrics, named_metrics, steps
 from skyrl_train.trainers.capsules import (
@@ -154,27 +150,6 @@ def _built(opened: Opened, state: TrainerState, scratch: RunFolder, stack: ExitS
         size_policy(supervised, learners.policy, scratch)
         return learners
     return learners_here(config, opened.platform, state, scratch, stack)
-
-
-def learners_here(
-    config: Config, platform: PlatformConfig, state: TrainerState, scratch: RunFolder, stack: ExitStack
-) -> steps.Learners:
-    """Return the models of a run of reinforcement learning in this process, with the weights that it began with: no Ray, one
-    rank, and nothing that is written to its folder. `stack` closes them."""
-    trainer = replace(config.trainer, profile_steps=())
-    inline = replace(config, trainer=trainer, platform=platform, placement=PlacementConfig(), strategy=StrategyConfig())
-    prepare_process(inline)
-    plan = plan_batches(config, num_train_prompts=state.data.num_prompts)
-    learners = build_learners(run_models(inline, plan.schedule), stack, Host())
-    size_micro_batches(inline, plan, learners, scratch, RunConsole(step_lines=False))
-    return learners
-
-
-def platform_here(platform: PlatformConfig) -> PlatformConfig:
-    """Return the device of this process: the run's, or the CPU where there is no GPU."""
-    if platform.on_gpu and not torch.cuda.is_available():
-        return replace(platform, name="cpu", device="cpu")
-    return platform
 
 
 def _named(learners: steps.Learners) -> dict[str, Learner | Scorer]:

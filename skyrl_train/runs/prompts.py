@@ -20,7 +20,7 @@ from skyrl_train.rollout import check_tools
 from skyrl_train.rollout.stream import ReplayGenerator
 from skyrl_train.rollout.tools import tool_schemas
 from skyrl_train.runs.construction.parts import chat_tokens
-from skyrl_train.runs.resolve import CheckedRows
+from skyrl_train.runs.resolving import CheckedRows
 from skyrl_train.types import Prompt
 
 

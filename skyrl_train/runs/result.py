@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,14 @@ from skyrl_train.errors import StopRequested
 from skyrl_train.rollout.rewards import forget_rewards
 from skyrl_train.runs.drive import open_folder
 from skyrl_train.telemetry import RunFolder, read_metrics
-from skyrl_train.telemetry.logs import RedactingFormatter, RunLogHandler, console_streams, learn_secrets, stacks
+from skyrl_train.telemetry.logs import (
+    RedactingFormatter,
+    RunLogHandler,
+    console_streams,
+    in_notebook,
+    learn_secrets,
+    stacks,
+)
 from skyrl_train.trainers.evaluation import EvaluationResult, read_evaluations
 
 logger = logging.getLogger(__name__)
@@ -28,9 +36,12 @@ class RunResult:
     folder: RunFolder
     """Where everything is: `folder.export`, `folder.checkpoints`, `folder.metrics_file` and the rest."""
     metrics: list[dict[str, Any]] = field(repr=False)
-    """The record of each step, as in `metrics.jsonl`; those of a resumed run are all here."""
+    """The record of each step, as in `metrics.jsonl`; those of a resumed run are all here. Each has all names that any of
+    them has, with None where nothing was measured: an evaluation before the first step has no reward of a step."""
     evaluations: list[EvaluationResult] = field(repr=False)
     """Those of reinforcement learning, by step. Supervised runs have theirs in `metrics`, as `eval/loss`."""
+    stopped: str = ""
+    """Of a run that was interrupted in a notebook: by what, and how it goes on. Empty for one that is done."""
 
     @property
     def step(self) -> int:
@@ -44,7 +55,11 @@ class RunResult:
 
 
 def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
-    """Run with a `run.log` in the run's folder, as commands do; return what the folder then holds."""
+    """Run with a `run.log` in the run's folder, as commands do; return what the folder then holds.
+
+    In a notebook an interrupt ends the cell with what there is so far; anywhere else it is raised, since a script that goes
+    on after Ctrl-C would go on with half a run.
+    """
     folder = open_folder(config)
     try:
         with _logged(config, folder):
@@ -53,11 +68,23 @@ def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
         line = f"{str(error) or 'interrupted'}. The run is in {folder.root}: "
         line += f'the same load_config with "output_dir={folder.root}" goes on with it'
         error.args = (line,)
+        if in_notebook() and read_metrics(folder.metrics_file):
+            return _result(folder, stopped=line)
         error.__dict__["_render_traceback_"] = partial(list, [f"{type(error).__name__}: {line}"])  # what IPython shows
         raise error.with_traceback(None) from None  # the whole traceback is in run.log
+    return _result(folder)
 
-    metrics, evaluations = read_metrics(folder.metrics_file), read_evaluations(folder.evaluation_file)
-    return RunResult(folder=folder, metrics=metrics, evaluations=evaluations)
+
+def _result(folder: RunFolder, *, stopped: str = "") -> RunResult:
+    """What the folder holds; why it is not all is said here, where the cell ends without an error."""
+    if stopped:
+        sys.stdout.write(f"{stopped}\n")
+    records = read_metrics(folder.metrics_file)
+    names = dict.fromkeys(name for record in records for name in record)
+    metrics = [{name: record.get(name) for name in names} for record in records]
+    return RunResult(
+        folder=folder, metrics=metrics, evaluations=read_evaluations(folder.evaluation_file), stopped=stopped
+    )
 
 
 @contextmanager

@@ -30,13 +30,14 @@ from skyrl_train.runs.construction.parts import (
     build_learners,
     build_rollouts,
     build_stream,
+    most_stored_bytes,
     open_rollout_log,
     ppo_settings,
     size_micro_batches,
 )
 from skyrl_train.runs.look import first_look
 from skyrl_train.runs.prompts import check_recorded_images, has_images, measure_prompts, require_exact_images
-from skyrl_train.runs.resolve import CheckedRows, read_all_rows
+from skyrl_train.runs.resolving import CheckedRows, read_all_rows
 from skyrl_train.runs.restarts import OnEnd
 from skyrl_train.runs.task import Attempt, Parts, Task, prepare_process
 from skyrl_train.telemetry import RunFolder
@@ -123,6 +124,8 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         models = checkpointed_models(learners, attempt.start, ref_update_interval=interval)
         loop = attempt.loop(models, draw=draw_learning_curve, activity=activity)
         plane = None if host.cluster is None else host.cluster.data_plane(models_of_run.learners[0])
+        if plane is not None and (warning := plane.room_warning(most_stored_bytes(config))):
+            console.warn(warning)
         rollout_log = open_rollout_log(config, attempt.folder, stack, plane)
         return PPOTrainer(
             loop=loop,

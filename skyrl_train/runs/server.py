@@ -1,4 +1,4 @@
-"""The server of Tinker's API, constructed: its models from a run's configuration, its folder, its sockets."""
+"""The server of Tinker's API, constructed: its models, its service, its sockets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config import Config
+from skyrl_train.config import RunConfig
+from skyrl_train.config.derived import LearnerSettings
+from skyrl_train.config.models import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.runs.resolve import limit_threads, resolve
-from skyrl_train.telemetry import RunFolder
+from skyrl_train.runs.drive import open_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,45 +25,66 @@ class ServerSettings:
     """The base model's name for clients; unless given, the last two parts of `model.path`."""
     host: str = "127.0.0.1"
     port: int = 0
+    max_adapters: int
+    max_bytes: int
+    max_requests: int
+    """The last three of each tenant, as `serve.Limits` has them."""
+    models_in_memory: int = 64
+    """Of which more wait on disk until they are asked for."""
     announce: Callable[[int, str], None]
     """Told the port and the name before the first request can be answered."""
 
 
-def serve(config: Config, settings: ServerSettings) -> None:
-    """Answer until the process is told to end. Raises SkyrlTrainError for whatever the user can fix."""
-    if config.generator.backend != "hf" or config.placement.backend != "inline":
+def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> None:
+    """Raises ConfigError for an engine or a placement that the server has not."""
+    if generator.backend != "hf" or placement.backend != "inline":
         rule, remedy = "must be hf, with placement=inline: adapters side by side are served so far", "set generator=hf"
-        raise ConfigError([Violation.of("generator.backend", str(config.generator.backend), rule, remedy)])
-    config = resolve(config).config
-    limit_threads(config)
-    import torch
+        raise ConfigError([Violation.of("generator.backend", str(generator.backend), rule, remedy)])
+
+
+def serve(settings: ServerSettings, run: RunConfig, learner: LearnerSettings, generator: GeneratorConfig) -> None:
+    """Answers clients of Tinker's API until the process is told to end. Raises SkyrlTrainError for whatever the user can
+    fix."""
+    from skyrl_train.runs.task import prepare_process
+
+    prepare_process(run)
+    with open_folder(run).locked():
+        _listen(settings, learner, generator)
+
+
+def _listen(settings: ServerSettings, learner: LearnerSettings, generator: GeneratorConfig) -> None:
+    """Answer until the process is told to end. Raises SkyrlTrainError: no schema of messages, no weights."""
     import uvicorn
 
-    from skyrl_train.model.layers import set_numerics
-    from skyrl_train.serve import Models, Service, make_app, schema
+    from skyrl_train.serve import Limits, Models, Service, make_app, schema
 
-    schema()
-    if config.platform.name == "cpu":
-        torch.set_num_threads(config.platform.num_threads)
-    set_numerics(deterministic=config.deterministic)
-    name = settings.name or model_name(config.model.path)
-    folder = RunFolder(settings.folder)
-    folder.create(private=config.output_access == "owner")
-    with folder.locked():
-        service = Service(Models(config), settings.folder, base_model=name, seed=config.seed)
-        listener = uvicorn.Config(
-            make_app(service, settings.tenants),
-            host=settings.host,
-            port=settings.port,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=3,
-        )
-        socket = listener.bind_socket()
-        socket.listen()
-        settings.announce(socket.getsockname()[1], name)
-        uvicorn.Server(listener).run(sockets=[socket])
+    schema()  # raises where there is none, before models are loaded
+    name = settings.name or model_name(learner.model.path)
+    limits = Limits(
+        max_adapters=settings.max_adapters, max_bytes=settings.max_bytes, max_requests=settings.max_requests
+    )
+    models = Models(learner, generator)
+    service = Service(
+        models,
+        settings.folder,
+        base_model=name,
+        seed=learner.seed,
+        limits=limits,
+        models_in_memory=settings.models_in_memory,
+    )
+    listener = uvicorn.Config(
+        make_app(service, settings.tenants),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=3,
+    )
+    socket = listener.bind_socket()
+    socket.listen()
+    settings.announce(socket.getsockname()[1], name)
+    uvicorn.Server(listener).run(sockets=[socket])
 
 
 def model_name(path: str) -> str:

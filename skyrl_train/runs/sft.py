@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.batch.planner import training_limit
-from skyrl_train.config import SFTConfig, SFTDataConfig, SFTTrainerConfig, sft_learner_settings
+from skyrl_train.config import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from skyrl_train.config.data import NO_HELD_OUT
-from skyrl_train.config.derived import RunModels
+from skyrl_train.config.derived import RunModels, sft_learner_settings
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.rules import data_parallel_size
 from skyrl_train.data import BatchLoader, find_sources
@@ -213,7 +213,7 @@ class SupervisedLearning(Task[SFTConfig, SFTPlan, SFTResult]):
         return plan_sft(config, self.data)
 
     def plan_lines(self, config: SFTConfig, plan: SFTPlan) -> list[str]:
-        """Steps, examples, held-out sets."""
+        """Return steps, examples and held-out sets as lines for a reader."""
         trainer = config.trainer
         ahead = "prefetched" if trainer.async_batch_collation else "made in the loop"
         evaluated = every(trainer.eval_interval, "step") if trainer.eval_interval else "before and after"

@@ -7,21 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from skyrl_train.config import AnyConfig, LoopConfig, RunConfig
+from skyrl_train.config import AnyConfig, Config, LoopConfig, RunConfig
+from skyrl_train.config.derived import reference_is_base
 from skyrl_train.config.fields import unusual_values
+from skyrl_train.doctor import problems_of
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.model.layers import set_numerics
 from skyrl_train.parts import TRACKERS
 from skyrl_train.plan import BatchPlan, SFTPlan
 from skyrl_train.registry import part_name
 from skyrl_train.runs.cli.composition import write_yaml
-from skyrl_train.runs.resolve import limit_threads
+from skyrl_train.runs.resolving import limit_threads
 from skyrl_train.runs.restarts import OnEnd, Restarts
 from skyrl_train.telemetry import Activity, Alerts, MetricsLog, RunFolder
 from skyrl_train.telemetry.logs import RunConsole, redact
@@ -139,7 +142,7 @@ class Attempt(Generic[C, PlanT]):
                 run_name=config.run_name,
                 total_steps=total_steps,
                 trainer=trainer,
-                config=flat_config(config),
+                config=flat_config(settings_of(config)),
                 num_restarts=self.num_restarts,
             ),
             models=models,
@@ -150,7 +153,13 @@ class Attempt(Generic[C, PlanT]):
             observers=Observers(trainer.metrics, trainer.callbacks, console, total_steps=total_steps),
             folder=self.folder,
             console=console,
-            alerts=Alerts(config.alerts, console, trackers.alert, run_name=config.run_name),
+            alerts=Alerts(
+                config.alerts,
+                console,
+                trackers.alert,
+                run_name=config.run_name,
+                examine=partial(problems_of, self.folder.root),
+            ),
             draw=draw,
             draw_timeline=draw_timeline,
             activity=activity,
@@ -211,7 +220,9 @@ def begin(
     for name, value, usual in unusual_values(config):
         console.warn(f"{name}={value:g} is above the usual {usual.value:g}: {usual.why}")
     checkpoints.clean()
-    resume = restarts.resume(resume_settings(config))
+    settings = settings_of(config)
+    is_base = isinstance(config, Config) and reference_is_base(config)
+    resume = restarts.resume(resume_settings(config.trainer, settings, type(config), reference_is_base=is_base))
     start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
     for note in start.notes:
         console.note(note)
@@ -221,7 +232,7 @@ def begin(
     notes = prepare_run_folder(
         folder,
         start,
-        write_config=lambda path: write_yaml(redact(settings_of(config)), path),
+        write_config=lambda path: write_yaml(redact(settings), path),
         plan={**dataclasses.asdict(plan), "resume": promise},
     )
     own = start.checkpoint if start.own else None

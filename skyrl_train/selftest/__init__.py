@@ -9,14 +9,11 @@ A case computes with the package's own code and compares with a result that does
 crashes, aborts or hangs ends its own processes and nothing else.
 """
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.selftest.cases import Context, SkipCase
-    from skyrl_train.selftest.machine import Machine
-    from skyrl_train.selftest.processes import run_body
-
-__all__ = ["Context", "Machine", "SkipCase", "run_body"]
+    from skyrl_train.selftest.cases import Context as Context, SkipCase as SkipCase
+    from skyrl_train.selftest.machine import Machine as Machine
+    from skyrl_train.selftest.processes import run_body as run_body
 
 __getattr__ = lazily(__name__)

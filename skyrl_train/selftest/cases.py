@@ -14,7 +14,7 @@ from skyrl_train.selftest.machine import Machine
 MAX_RANKS = 8
 LAYOUTS = ("padded", "packed", "prefix_shared")
 DTYPES = ("float32", "bfloat16")
-_CONFIGURED = ("hydra", "omegaconf", "pyarrow", "rich", "matplotlib")
+_CONFIGURED = ("hydra", "omegaconf", "pyarrow", "rich")
 """Packages that a run from the command line imports: its configuration, its rollouts on the disk, console and chart."""
 
 

@@ -7,22 +7,24 @@ failed is told so by its promise, with status 200, as SDKs expect it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from skyrl_train.errors import SaveError
 from skyrl_train.serve import wire
-from skyrl_train.serve.asked import Adam, checked
-from skyrl_train.serve.records import KINDS, Checkpoint, Model
+from skyrl_train.serve.asked import Adam, Asked, Save, checked
+from skyrl_train.serve.counts import CONTENT_TYPE, as_prometheus
+from skyrl_train.serve.records import KINDS, Checkpoint, Model, as_time
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.service import Service
+from skyrl_train.serve.verbs import REFUSED
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,17 +38,22 @@ _MAX_PAGE = 1000
 _NOT_SERVED = {
     "create_custom_loss": "nothing that a client sends is executed here. TrainingClient.forward_backward_custom computes on "
     "your side",
-    "save_weights_external": "download the checkpoint, whose files are safetensors",
-    "copy_weights": "load_weights takes a checkpoint into a new model",
     "audit": "the server's journal has every request",
-    "auth/token": "send the key itself",
+    "auth": "send the key itself",
+    "billing": "nothing is billed here; /metrics counts requests, tokens and bytes",
+    "publish": "what a tenant has is its own. Send the files of `tinker checkpoint download`",
+    "retrieve_futures": "retrieve_future is, one for each request",
 }
+"""By a part of an address, with what to use instead."""
+_NOT_SUPPORTED = ("loss:gspo", "publish", "train_unembed")
+"""What capabilities deny, as tests/conformance reads them."""
 _CONSTANT: Mapping[str, object] = {
     # `custom_loss_server_side` stays false: nothing that a client sends is executed.
     "client/config": {
         "proto_compress_fwdbwd": True,
         "parallel_fwdbwd_chunks": True,
         "create_model_via_load_weights": True,
+        "sample_join_sampling_session": True,
     },
     "client/dynamic_config": {"sample_cancel_enabled": True},
     "telemetry": {"status": "accepted"},
@@ -66,11 +73,23 @@ class Call:
     @property
     def content(self) -> dict[str, Any]:
         """The body as a JSON object. Raises Refused."""
+        if self.content_type not in _JSON:
+            raise Refused(f"Content-Type {self.content_type[:60]!r} is not read here; application/json is", status=415)
         return wire.parsed_json(self.body)
 
     @property
+    def content_type(self) -> str:
+        """Of the body, without its parameters."""
+        return self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    @property
+    def checkpoint(self) -> str:
+        """The path of the checkpoint that the address names."""
+        return f"tinker://{self.path['model']}/{self.path['part']}/{self.path['name']}"
+
+    @property
     def path(self) -> Mapping[str, str]:
-        """What the address names."""
+        """The parts of the address that its route names."""
         return self.request.path_params
 
     def page(self, found: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
@@ -85,6 +104,7 @@ class Call:
         return list(found[offset : offset + limit]), cursor
 
 
+_JSON = ("application/json", "")
 _PAGE = (("limit", "20"), ("offset", "0"))
 
 
@@ -105,11 +125,11 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
             logger.exception("%s %s failed", request.method, request.url.path)
             return JSONResponse(Refused("the server failed at this", category="server").body, 500)
 
-    def route(path: str, verb: Verb, *methods: str) -> Route:
+    def route(path: str, verb: Verb, *methods: str, below: str = f"{API}/") -> Route:
         async def endpoint(request: HTTPRequest) -> Response:
             return await answer(request, verb)
 
-        return Route(f"{API}/{path}", endpoint, methods=list(methods) or ["POST"])
+        return Route(below + path, endpoint, methods=list(methods) or ["POST"])
 
     def constant(content: object) -> Verb:
         async def verb(_: Call) -> object:
@@ -125,14 +145,26 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
         replayed = await service.start()
         if replayed:
             logger.warning("%d verbs were executed once more, up to where the server had been", replayed)
+        sweeping = asyncio.create_task(service.checkpoints.sweep())
         try:
             yield
         finally:
+            sweeping.cancel()
             await service.close()
 
+    async def download(request: HTTPRequest) -> Response:
+        try:
+            return FileResponse(service.checkpoints.file(request.path_params), media_type="application/octet-stream")
+        except Refused as error:
+            return JSONResponse(error.body, error.status)
+
     constants = [route(path, constant(content)) for path, content in _CONSTANT.items()]
-    routes = [Route(f"{API}/healthz", health), *constants, *(route(*each) for each in api.routes())]
-    return Starlette(routes=routes, lifespan=lifespan)
+    signed = Route(f"{API}/download/{{expires}}/{{signature}}/{{model}}/{{part}}/{{name}}/{{file}}", download)
+    metrics = route("metrics", api.metrics, "GET", below="/")
+    keyless = [Route(f"{API}/healthz", health), signed]
+    return Starlette(
+        routes=[*keyless, metrics, *constants, *(route(*each) for each in api.routes())], lifespan=lifespan
+    )
 
 
 class _Api:
@@ -143,7 +175,7 @@ class _Api:
 
     def routes(self) -> list[tuple[Any, ...]]:
         """Return addresses, verbs and methods."""
-        of_model = ("save_weights", "save_weights_for_sampler", "unload_model")
+        saves = ("save_weights", "save_weights_for_sampler", "save_weights_external")
         checkpoint = "training_runs/{model}/checkpoints/{part}/{name}"
         return [
             ("get_server_capabilities", self._capabilities, "GET"),
@@ -153,12 +185,14 @@ class _Api:
             ("sessions", self._sessions, "GET"),
             ("sessions/{session}", self._session, "GET"),
             ("create_model", lambda call: self._service.create_model(call.tenant, call.content)),
-            ("load_weights", lambda call: self._service.load_weights(call.tenant, call.content)),
+            ("load_weights", self._load),
             ("get_info", self._info),
             ("forward_backward", lambda call: self._pass(call, "forward_backward")),
             ("forward", lambda call: self._pass(call, "forward")),
             ("optim_step", self._optim_step),
-            *((name, self._of_model(name)) for name in of_model),
+            *((name, self._of_model(name, Save)) for name in saves),
+            ("unload_model", self._of_model("unload_model", Asked)),
+            ("copy_weights", self._copy),
             ("create_sampling_session", lambda call: self._service.create_sampling_session(call.tenant, call.content)),
             ("join_sampling_session", self._join),
             ("samplers/{sampler}", self._sampler, "GET"),
@@ -171,13 +205,21 @@ class _Api:
             ("training_runs/{model}/checkpoints", self._checkpoints_of_run, "GET"),
             ("checkpoints", self._checkpoints, "GET"),
             (checkpoint, self._delete, "DELETE"),
+            (f"{checkpoint}/ttl", self._ttl, "PUT"),
+            (f"{checkpoint}/external_weights_urls", lambda call: self._urls(call, archive=False), "GET"),
+            (f"{checkpoint}/archive", lambda call: self._urls(call, archive=True), "GET"),
             ("{path:path}", self._unknown, "GET", "POST", "PUT", "DELETE"),
         ]
 
     async def _capabilities(self, call: Call) -> Any:
         del call
         facts = {"model_name": self._service.base_model, "max_context_length": self._service.max_length}
-        return {"supported_models": [{**facts, "trainable": True, "sampleable": True}]}
+        models = [{**facts, "trainable": True, "sampleable": True}]
+        return {"supported_models": models, "not_supported": _NOT_SUPPORTED}
+
+    async def metrics(self, call: Call) -> Any:
+        """The tenant's numbers for Prometheus."""
+        return Response(as_prometheus(self._service.records, call.tenant), media_type=CONTENT_TYPE)
 
     async def _heartbeat(self, call: Call) -> Any:
         session = self._service.records.session(call.tenant, call.content.get("session_id"))
@@ -213,37 +255,81 @@ class _Api:
             "model_data": {"arch": self._service.architecture, "model_name": name, "tokenizer_id": name},
         }
 
+    async def _ordered(
+        self,
+        call: Call,
+        verb: str,
+        model: object,
+        seq: object,
+        content: Callable[[], Mapping[str, Any]],
+        body: Callable[[], bytes] = bytes,
+    ) -> Any:
+        """Promise a verb of a model. Where its `content` or its `body` raises Refused the promise says why: the number is
+        used, and requests with later ones do not wait for it."""
+        try:
+            asked, data = content(), body()
+        except Refused as error:
+            verb, asked, data = REFUSED, {"error": str(error)}, b""
+        return await self._service.submit(call.tenant, verb, model, seq, asked, data)
+
     async def _pass(self, call: Call, verb: str) -> Any:
         """Promise a pass. What is journaled is the same for a retry, whose bytes may differ in the order of entries."""
-        if call.request.headers.get("content-type", "").startswith(wire.PROTOBUF):
-            message = wire.parsed_protobuf(call.body)
-            seq, verb = message.seq_id, "forward" if message.forward_only else "forward_backward"
+        content: Mapping[str, Any] = {}
+        if call.content_type == wire.PROTOBUF:
+            sent = wire.parsed_protobuf(call.body)
+            if sent.seq_id < 1:
+                raise Refused(f"seq_id must be from 1 on; got {sent.seq_id}, and 0 is none in protobuf")
+            model, seq, verb = sent.model_id, sent.seq_id, "forward" if sent.forward_only else "forward_backward"
         else:
-            content = call.content
-            message, seq = wire.message_of_json(content, backward=verb == "forward_backward"), content.get("seq_id")
-        wire.decoded(message)
-        body = message.SerializeToString(deterministic=True)
-        return await self._service.submit(call.tenant, verb, message.model_id, seq, {}, body)
+            sent, content = None, call.content
+            model, seq = content.get("model_id"), content.get("seq_id")
+
+        def body() -> bytes:
+            message = wire.message_of_json(content, backward=verb == "forward_backward") if sent is None else sent
+            wire.decoded(message)
+            data: bytes = message.SerializeToString(deterministic=True)
+            return data
+
+        return await self._ordered(call, verb, model, seq, dict, body)
+
+    async def _load(self, call: Call) -> Any:
+        content = call.content
+        model = content.get("model_id")
+        if model is None:
+            return await self._service.load_weights(call.tenant, content)
+        seq = content.get("seq_id")
+        return await self._ordered(
+            call, "load_weights", model, seq, lambda: self._service.load_into(call.tenant, content)
+        )
 
     async def _optim_step(self, call: Call) -> Any:
         content = call.content
         params: Any = content.get("adam_params", content.get("optimizer_params"))
-        checked(Adam, params, "adam_params")
         model, seq = content.get("model_id"), content.get("seq_id")
-        return await self._service.submit(call.tenant, "optim_step", model, seq, params)
+        return await self._ordered(call, "optim_step", model, seq, lambda: _as_sent(Adam, params, "adam_params"))
 
-    def _of_model(self, verb: str) -> Verb:
+    def _of_model(self, verb: str, kind: type[Asked]) -> Verb:
         async def submit(call: Call) -> Any:
             content = call.content
             model, seq = content.pop("model_id", None), content.pop("seq_id", None)
-            return await self._service.submit(call.tenant, verb, model, seq, content)
+            return await self._ordered(call, verb, model, seq, lambda: _as_sent(kind, content, verb))
 
         return submit
 
+    async def _copy(self, call: Call) -> Any:
+        key = call.request.headers.get("x-idempotency-key", "")
+        return await self._service.checkpoints.copy(call.tenant, call.content, key)
+
+    async def _ttl(self, call: Call) -> Any:
+        await self._service.checkpoints.set_ttl(call.tenant, call.checkpoint, call.content)
+        return {}
+
+    async def _urls(self, call: Call, *, archive: bool) -> Any:
+        base = f"{call.request.base_url}".rstrip("/") + API
+        return await self._service.checkpoints.urls(call.tenant, call.checkpoint, base, archive=archive)
+
     async def _join(self, call: Call) -> Any:
-        sampler = self._service.records.sampler(call.tenant, call.content.get("sampling_session_id"))
-        sampler.num_clones += 1
-        return {"client_counter": sampler.num_clones}
+        return await self._service.join(call.tenant, call.content.get("sampling_session_id"))
 
     async def _sampler(self, call: Call) -> Any:
         sampler = self._service.records.sampler(call.tenant, call.path["sampler"])
@@ -297,15 +383,14 @@ class _Api:
         return {"checkpoints": [_as_checkpoint(each) for each in found], "cursor": cursor}
 
     async def _delete(self, call: Call) -> Any:
-        path = f"tinker://{call.path['model']}/{call.path['part']}/{call.path['name']}"
-        await self._service.delete_checkpoint(call.tenant, path)
+        await self._service.checkpoints.delete(call.tenant, call.checkpoint)
         return Response(status_code=204)
 
     async def _unknown(self, call: Call) -> Any:
         path = call.path["path"]
         for name, instead in _NOT_SERVED.items():
-            if path == name or path.startswith(f"{name}/"):
-                raise Refused(f"{name} is not served: {instead}", status=501)
+            if name in path.split("/"):
+                raise Refused(f"{name} is not served: {instead}", status=404)
         raise Refused(f"{call.request.method} {API}/{path[:100]} is not served", status=404)
 
     def _as_run(self, model: Model) -> dict[str, Any]:
@@ -319,27 +404,30 @@ class _Api:
             "model_owner": model.tenant,
             "is_lora": True,
             "lora_rank": model.facts.rank,
-            "last_request_time": _time(model.last_request_at),
+            "last_request_time": as_time(model.last_request_at),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
             "user_metadata": model.metadata,
         }
 
 
+def _as_sent(kind: type[Asked], content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the content, which is journaled as it came. Raises Refused."""
+    checked(kind, content, where)
+    return content
+
+
 def _as_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": "/".join(checkpoint.path.split("/")[3:]),
         "checkpoint_type": checkpoint.kind,
-        "time": _time(checkpoint.at),
+        "time": as_time(checkpoint.at),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.num_bytes,
         "public": False,
         "user_metadata": checkpoint.metadata,
+        "expires_at": None if checkpoint.expires_at is None else as_time(checkpoint.expires_at),
     }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
 def _tenant(request: HTTPRequest, tenants: Mapping[str, str]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl_train.learner import AdamWStep
 from skyrl_train.serve.models import AdapterFacts
@@ -53,7 +53,7 @@ class Adapter(Asked):
 
 
 class Adam(Asked):
-    """`adam_params`."""
+    """`adam_params` of an `optim_step`, with the ranges that are accepted."""
 
     learning_rate: Number = 1e-4
     beta1: Beta = 0.9
@@ -75,7 +75,7 @@ class Adam(Asked):
 
 
 class Params(Asked):
-    """`sampling_params`."""
+    """`sampling_params` of an `asample`, with the ranges that are accepted."""
 
     temperature: Annotated[float, Field(ge=0, le=1000)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -101,15 +101,58 @@ class Params(Asked):
         return tuple(each for each in self.stop or () if isinstance(each, int))
 
 
+Lifetime = Annotated[int, Field(ge=3600, le=315_360_000)] | None
+"""Seconds, of one hour to ten years; None for ever."""
+
+
+class TimeToLive(Asked):
+    """What is said of how long a checkpoint lives."""
+
+    ttl_seconds: Lifetime
+
+
+class Copy(Asked):
+    """`copy_weights`: into a slot of a session, or, with a project's name, which says nothing here, to a new run."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: Whole | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: Lifetime = None
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Copy:
+        if (self.session_id is None) != (self.model_seq_id is None):
+            raise ValueError("session_id and model_seq_id go together")
+        if (self.session_id is None) == (self.destination_project_id is None):
+            raise ValueError("either session_id and model_seq_id, or destination_project_id")
+        return self
+
+
+class Save(Asked):
+    """What the three verbs that save have in common."""
+
+    path: Any = None
+    """A name; it is looked at when the verb is executed."""
+    ttl_seconds: Lifetime = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: Whole | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    age_encryption_recipients: Annotated[list[str], Field(max_length=0)] | None = None
+    """Files are not encrypted here."""
+
+
 class Sample(Asked):
-    """`asample`."""
+    """What `asample` asks for: a prompt, so many samples, and how they are drawn."""
 
     sampling_session_id: str
     seq_id: Whole
     prompt: Mapping[str, Any]
     sampling_params: Params
-    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=100)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=100)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    target_prompt_logprobs: Mapping[str, Any] | None = None

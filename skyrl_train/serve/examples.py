@@ -15,13 +15,13 @@ from skyrl_train.system.files import shown
 
 _OF_RL = ("logprobs", "advantages")
 _READS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": (),
+    "cross_entropy": ("weights",),
     "importance_sampling": _OF_RL,
     "ppo": _OF_RL,
     "cispo": _OF_RL,
     "dro": _OF_RL,
 }
-"""What each loss reads beside `target_tokens` and `weights`."""
+"""What each loss needs beside `target_tokens`; the others take `weights`, too."""
 _ARGUMENTS = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
@@ -62,6 +62,8 @@ def loss_of(name: str, config: Mapping[str, float | str]) -> AlgorithmConfig:
 
 def rows_of(request: ForwardBackward, *, vocabulary: int, max_length: int) -> TargetRows:
     """Return the rows of a pass. Raises Refused naming the example and what is wrong with it, BatchError for too many."""
+    if not request.data:
+        raise Refused("there is no example in the pass; send at least one")
     found = []
     for number, datum in enumerate(request.data):
         try:
@@ -89,7 +91,7 @@ def _checked(datum: Datum, loss: str, *, vocabulary: int, max_length: int) -> Ta
             raise Refused(f"a {name} is {ids.min()} or {ids.max()}; token ids are from 0 to {vocabulary - 1}")
     zeros = np.zeros(targets.shape, np.float32)
     inputs = {"weights": zeros + 1, "logprobs": zeros, "advantages": zeros}
-    for name in ("weights", *reads):
+    for name in {"weights", *reads}:
         given = datum.inputs.get(name, inputs[name])
         if given.shape != targets.shape:
             raise Refused(f"{name} has the shape {list(given.shape)}, target_tokens {list(targets.shape)}")

@@ -15,22 +15,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from skyrl_train.config import Config
-from skyrl_train.config.derived import learner_settings
-from skyrl_train.config.models import LoraConfig, OptimizerConfig
+from skyrl_train.batch.steps import TargetRows
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.derived import LearnerSettings
+from skyrl_train.config.models import GeneratorConfig, LoraConfig, OptimizerConfig
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.inference import HFEngine, load_for_engine
-from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner, TokenLosses, read_model
+from skyrl_train.learner import AdamWStep, AdapterLearners, AdapterPass, RowLossLearner, TokenLosses, read_model
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.sizes import read_config
 from skyrl_train.serve.examples import loss_of, rows_of
 from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
-from skyrl_train.system.files import sync_folder
+from skyrl_train.system.files import make_folder, sync_folder
 from skyrl_train.telemetry import to_values
 
 ALPHA = 32.0
 """Of every adapter, whatever its rank, as the hosted service has it."""
 _ADAPTERS_IN_ENGINE = 16
+_GATHER_S = 0.005
+"""How long the engine waits for another request before it begins a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +51,47 @@ class AdapterFacts:
         return self.rank, self.train_attn, self.train_mlp
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a pass of one adapter computes."""
+
+    of_targets: TargetRows
+    loss: AlgorithmConfig
+    backward: bool
+
+    def message(self, found: TokenLosses) -> bytes:
+        """Return the pass's message. Raises NonFiniteError."""
+        columns = {
+            "logprobs": self.of_targets.spread(found.logprobs),
+            "elementwise_loss": self.of_targets.spread(found.losses),
+        }
+        if not all(np.isfinite(array).all() for column in columns.values() for array in column):
+            raise NonFiniteError("a loss or a log-probability is not finite; the next optim_step is refused for it")
+        outputs = [dict(zip(columns, arrays)) for arrays in zip(*columns.values())]
+        return forward_backward_output(outputs, {"loss:sum": float(found.losses.sum())})
+
+
 class Models:
     """The base model, the adapters on it, and the base's own samples."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, settings: LearnerSettings, generator: GeneratorConfig) -> None:
         """Load them. Raises ModelError, EngineError."""
-        settings = learner_settings(config, "policy")
         self.learners = AdapterLearners(settings)
-        self._trained: dict[str, PolicyLearner] = {}
-        tokenizer = load_tokenizer(config.model)
+        self._trained: dict[str, RowLossLearner] = {}
+        self.is_deterministic = settings.deterministic
+        tokenizer = load_tokenizer(settings.model)
         self.engine = HFEngine(
-            load_for_engine(config.model, config.platform.device),
+            load_for_engine(settings.model, settings.platform.device),
             tokenizer,
-            max_batch_size=1 if config.deterministic else config.generator.max_batch_size,
+            max_batch_size=1 if settings.deterministic else generator.max_batch_size,
+            gather_s=0.0 if settings.deterministic else _GATHER_S,
         )
         self.engine.share_weights(self.learners.base_weights())
-        architecture = read_config(config.model.path, revision=config.model.revision)
+        architecture = read_config(settings.model.path, revision=settings.model.revision)
         self.architecture = str(architecture.get("model_type", "unknown"))
         text = self.learners.model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
-        self.max_length = int(getattr(text, "max_position_embeddings", 0) or config.generator.max_context_length)
+        self.max_length = int(getattr(text, "max_position_embeddings", 0) or generator.max_context_length)
         self._in_engine: OrderedDict[str, None] = OrderedDict()
         self._in_use: dict[str, int] = {}
         self._loading = asyncio.Lock()
@@ -81,24 +105,38 @@ class Models:
         )
 
     def remove(self, name: str) -> None:
-        """Forget an adapter."""
-        del self._trained[name]
-        self.learners.remove(name)
+        """Forget an adapter, its optimizer and what they hold on the device, if it is there."""
+        if self._trained.pop(name, None) is not None:
+            self.learners.remove(name)
 
-    def forward_backward(self, name: str, request: ForwardBackward) -> bytes:
-        """Return the message of a pass, whose gradient is accumulated where there is one. Raises Refused, before anything is
-        computed, and NonFiniteError."""
+    def has_gradient(self, name: str) -> bool:
+        """Whether something was added to an adapter's gradient since its last step."""
+        return name in self._trained and self._trained[name].engine.has_gradient
+
+    def rows(self, request: ForwardBackward) -> Rows:
+        """Return what a pass computes. Raises Refused, BatchError."""
         loss = loss_of(request.loss, request.config)
-        rows = rows_of(request, vocabulary=self.vocabulary, max_length=self.max_length)
-        zero = torch.zeros(0, dtype=torch.float64)
-        found = TokenLosses(logprobs=zero, losses=zero)
-        if rows.batch is not None:
-            found = self._trained[name].forward_losses(rows.batch, [loss], backward=request.backward)
-        columns = {"logprobs": rows.spread(found.logprobs), "elementwise_loss": rows.spread(found.losses)}
-        if not all(np.isfinite(array).all() for column in columns.values() for array in column):
-            raise NonFiniteError("a loss or a log-probability is not finite; the next optim_step is refused for it")
-        outputs = [dict(zip(columns, arrays)) for arrays in zip(*columns.values())]
-        return forward_backward_output(outputs, {"loss:sum": float(found.losses.sum())})
+        found = rows_of(request, vocabulary=self.vocabulary, max_length=self.max_length)
+        return Rows(of_targets=found, loss=loss, backward=request.backward)
+
+    def forward_backward(self, name: str, rows: Rows) -> bytes:
+        """Return the message of a pass, whose gradient is accumulated where there is one. Raises NonFiniteError."""
+        batch, zero = rows.of_targets.batch, torch.zeros(0, dtype=torch.float64)
+        if batch is None:
+            return rows.message(TokenLosses(logprobs=zero, losses=zero))
+        return rows.message(self._trained[name].forward_losses(batch, [rows.loss], backward=rows.backward))
+
+    def together(self, asked: Mapping[str, Rows]) -> dict[str, bytes]:
+        """Return the messages of passes of several adapters, computed as one pass; all have rows, and gradients, or none of
+        them. Raises what one of them would, and all gradients are what they were then."""
+        backward = any(rows.backward for rows in asked.values())
+        passes = {
+            name: AdapterPass(batch=rows.of_targets.batch, loss=rows.loss)
+            for name, rows in asked.items()
+            if rows.of_targets.batch is not None
+        }
+        found = self.learners.forward_losses(passes, backward=backward)
+        return {name: rows.message(found[name]) for name, rows in asked.items()}
 
     def optim_step(self, name: str, step: AdamWStep) -> Mapping[str, float]:
         """Step, and return the norm of the gradient before clipping. Raises NonFiniteError, with the gradient dropped."""
@@ -109,9 +147,9 @@ class Models:
         """Write the adapter into a new folder, which is there whole or not at all; returns its bytes. Raises SaveError."""
         unfinished = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         shutil.rmtree(folder, ignore_errors=True)  # of a verb that was cut off, and is made again
-        held = self._trained[name].engine.hold_state(copies=False, leaves_gradient=True)
+        held = self._trained[name].hold_state(copies=False, leaves_gradient=True)
         sums = dict(held.write(unfinished))
         if not with_optimizer:
             sums.pop("optimizer.safetensors", None)
@@ -123,10 +161,23 @@ class Models:
 
     def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
         """Take the state of a folder, and drop a gradient. Raises CheckpointError."""
-        self._trained[name].engine.load(folder, with_optimizer=with_optimizer)
+        self._trained[name].load(folder, with_optimizer=with_optimizer)
 
     async def adapter_for(self, sampler: str, folder: Path, facts: AdapterFacts) -> None:
         """Have the engine answer with what was saved in `folder` under the name `sampler`, until `release`."""
+
+        def give_back(taken: asyncio.Task[None]) -> None:
+            if not taken.cancelled() and taken.exception() is None:
+                self.release(sampler)
+
+        taking = asyncio.create_task(self._take(sampler, folder, facts))
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:  # a thread loads on: the engine must not have an adapter that nobody knows of
+            taking.add_done_callback(give_back)
+            raise
+
+    async def _take(self, sampler: str, folder: Path, facts: AdapterFacts) -> None:
         async with self._loading:
             if sampler not in self._in_engine:
                 idle = [each for each in self._in_engine if not self._in_use.get(each)]

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from skyrl_train.serve.asked import Sample, checked
 from skyrl_train.serve.models import Models
 from skyrl_train.serve.records import Checkpoint, Request
 from skyrl_train.serve.refusals import Refused
-from skyrl_train.serve.wire import sample_response, tokens_of_json
+from skyrl_train.serve.wire import sample_response, targets_of_json, tokens_of_json
 from skyrl_train.system import derive_seed
-from skyrl_train.types import GenerationRequest
+from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 
-_NOT_SERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+_NOT_SERVED = ("prompt_alt_tokens_k", "record_stability_info")
+_MAX_TARGETS = 1 << 20
+"""Cells of `target_prompt_logprobs`."""
+_PART_TOKENS = 128
+"""Of a response that are asked for at once. The engine answers what waits together and takes up nothing else meanwhile: what
+comes then waits for so many tokens, however long responses are."""
 
 
 class Sampling:
-    """Asks the engine."""
+    """Draws the samples that clients ask for with the engine."""
 
     def __init__(self, models: Models, *, seed: int) -> None:
         self._models, self._seed = models, seed
@@ -27,7 +35,7 @@ class Sampling:
     def check(self, content: Mapping[str, Any]) -> Sample:
         """Return what is asked for. Raises Refused for what no engine could answer."""
         if refused := [name for name in _NOT_SERVED if content.get(name)]:
-            raise Refused(f"{refused[0]} is not served; prompt_logprobs and topk_prompt_logprobs are")
+            raise Refused(f"{refused[0]} is not served; prompt_logprobs, topk_ and target_prompt_logprobs are")
         asked = checked(Sample, content, "asample")
         tokens, vocabulary = tokens_of_json(asked.prompt), self._models.vocabulary
         size = len(tokens)
@@ -37,6 +45,14 @@ class Sampling:
             raise Refused(f"a prompt of {size} tokens leaves no room in a context of {self._models.max_length}")
         if asked.prompt_logprobs_last_n is not None and asked.prompt_logprobs_last_n >= size:
             raise Refused(f"prompt_logprobs_last_n must be at most {size - 1}")
+        if asked.target_prompt_logprobs is not None:
+            targets = targets_of_json(asked.target_prompt_logprobs)[1]
+            fits = targets.ndim == 2 and len(targets) == size - 1 and targets.size <= _MAX_TARGETS
+            if not fits or (targets.size and not -1 <= targets.min() <= targets.max() < vocabulary):
+                raise Refused(
+                    f"target_prompt_logprobs must have the shape [{size - 1}, K], at most {_MAX_TARGETS} cells, and token "
+                    f"ids from 0 to {vocabulary - 1}, or -1 for none"
+                )
         return asked
 
     async def run(self, request: Request, checkpoint: Checkpoint | None, folder: Path) -> bytes:
@@ -49,6 +65,24 @@ class Sampling:
             return await self._run(request, name)
         finally:
             self._models.release(name)
+
+    async def _generate(self, whole: GenerationRequest) -> GenerationOutput:
+        """Return a response that is asked for in parts, each with the tokens before it as its prompt."""
+        most = whole.sampling.max_generate_length
+        tokens: tuple[int, ...] = ()
+        logprobs: tuple[float, ...] = ()
+        size = most if whole.sampling.stop else _PART_TOKENS  # a string may begin in one part and end in the next
+        while True:
+            part = replace(
+                whole,
+                prompt_token_ids=whole.prompt_token_ids + tokens,
+                sampling=replace(whole.sampling, max_generate_length=min(size, most - len(tokens))),
+                seed=derive_seed(whole.seed, "part", len(tokens)) if tokens else whole.seed,
+            )
+            output = await self._models.engine.generate(part)
+            tokens, logprobs = tokens + output.token_ids, logprobs + output.logprobs
+            if output.stop_reason is not StopReason.LENGTH or len(tokens) >= most:
+                return GenerationOutput(token_ids=tokens, logprobs=logprobs, stop_reason=output.stop_reason)
 
     async def _run(self, request: Request, adapter: str) -> bytes:
         asked, engine = checked(Sample, request.content, "asample"), self._models.engine
@@ -67,10 +101,14 @@ class Sampling:
             )
             for index in range(asked.num_samples)
         ]
-        outputs = await asyncio.gather(*map(engine.generate, requests))
-        prompt, top = None, asked.topk_prompt_logprobs
-        if top or asked.prompt_logprobs:
-            prompt = await engine.score(tokens, adapter=adapter, top_k=top)
+        outputs = await asyncio.gather(*map(self._generate, requests))
+        scored, top, of_targets = None, asked.topk_prompt_logprobs, None
+        named = None if asked.target_prompt_logprobs is None else targets_of_json(asked.target_prompt_logprobs)
+        if top or asked.prompt_logprobs or named is not None:
+            targets = None if named is None else np.maximum(named[1], 0)
+            scored = await engine.score(tokens, adapter=adapter, top_k=top, targets=targets)
+            if named is not None:
+                of_targets = named[0], np.where(named[1] < 0, np.float32(0), scored.target_logprobs)
         of_samples = []
         for output in outputs if asked.topk_sample_logprobs else ():
             both = (*tokens, *output.token_ids)
@@ -78,5 +116,10 @@ class Sampling:
             of_samples.append(whole.behind(len(tokens) - 1))
         num_blank = len(tokens) - (asked.prompt_logprobs_last_n or len(tokens))
         return sample_response(
-            outputs, prompt=prompt, top_of_prompt=bool(top), num_blank=num_blank, top_of_samples=of_samples
+            outputs,
+            prompt=scored if top or asked.prompt_logprobs else None,
+            top_of_prompt=bool(top),
+            num_blank=num_blank,
+            top_of_samples=of_samples,
+            of_targets=of_targets,
         )

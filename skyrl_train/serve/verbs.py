@@ -6,21 +6,31 @@ import asyncio
 import base64
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
 from skyrl_train.serve import wire
-from skyrl_train.serve.asked import Adam, checked
-from skyrl_train.serve.models import Models
+from skyrl_train.serve.asked import Adam, Save, checked
+from skyrl_train.serve.limits import Limits
+from skyrl_train.serve.models import Models, Rows
 from skyrl_train.serve.records import KINDS, Model, Records, Request, checked_name
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.system import WorkerThread
 
 CHANGES_MODEL = ("forward_backward", "optim_step", "load_weights", "create_from_state")
+PASSES = ("forward", "forward_backward")
 LOADS = ("load_weights", "create_from_state")
+REFUSED = "refused"
+"""The verb of a request that was wrong as it came. It takes its turn: SDKs never use its number again."""
+_PARTS = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
 _OF_USERS = (Refused, NonFiniteError, BatchError, CheckpointError)
 _CLOSE_TIMEOUT_S = 30.0
 Line = dict[str, Any]
@@ -32,8 +42,8 @@ logger = logging.getLogger(__name__)
 class Verbs:
     """Executes verbs, one at a time, on the learners' thread."""
 
-    def __init__(self, models: Models, records: Records, folder: Path) -> None:
-        self._models, self._records, self._folder = models, records, folder
+    def __init__(self, models: Models, records: Records, folder: Path, limits: Limits) -> None:
+        self._models, self._records, self._folder, self._limits = models, records, folder, limits
         self._thread = WorkerThread("learner")
         self._verbs = {
             "create_model": self._create,
@@ -45,6 +55,8 @@ class Verbs:
             "unload_model": self._unload,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
+            "save_weights_external": self._save,
+            REFUSED: self._refuse,
         }
 
     async def execute(self, model: Model, request: Request) -> Line:
@@ -54,6 +66,27 @@ class Verbs:
         except Exception as error:
             return failed(error, request)
 
+    async def execute_passes(self, asked: Sequence[tuple[Model, Request]]) -> list[Line]:
+        """Return the outcomes of passes of several models, in one pass as far as they can be. What is refused, has no rows,
+        or has no gradient where most have one, is executed by itself; so are all where one of them breaks."""
+        rows: dict[str, Rows] = {}
+        for model, request in asked:
+            with suppress(Exception):  # it is told in its own turn
+                rows[model.name] = await self._call(self._rows, request)
+        fits = {name: each for name, each in rows.items() if each.of_targets.batch is not None}
+        kinds = [each.backward for each in fits.values()]
+        fits = {name: each for name, each in fits.items() if each.backward == (kinds.count(True) * 2 >= len(kinds))}
+        found: dict[str, bytes] = {}
+        if len(fits) > 1:
+            try:
+                found = await self._call(self._models.together, fits)
+            except Exception as error:
+                logger.info("passes of %d models are computed one by one: %s", len(fits), error)
+        return [
+            _of_pass(found[model.name]) if model.name in found else await self.execute(model, request)
+            for model, request in asked
+        ]
+
     async def restore(self, model: Model) -> None:
         """Make the adapter, and bring it to its anchor. Raises CheckpointError, ModelError."""
         await self._call(self._models.create, model.name, model.facts)
@@ -61,12 +94,20 @@ class Verbs:
             folder = self._anchor(model, model.anchor)
             await self._call(lambda: self._models.load(model.name, folder, with_optimizer=True))
 
+    async def put_away(self, model: Model) -> None:
+        """Take the adapter and its optimizer out of memory; its anchor has them."""
+        await self._call(self._models.remove, model.name)
+
+    def has_gradient(self, model: Model) -> bool:
+        """Whether passes have added to a gradient that no step has taken."""
+        return self._models.has_gradient(model.name)
+
     async def write_anchor(self, model: Model, seq: int) -> None:
         """Write the state behind a request, between optimizer steps. Raises SaveError."""
         await self._call(lambda: self._models.save(model.name, self._anchor(model, seq), with_optimizer=True))
 
     async def remove_anchor(self, model: Model, seq: int) -> None:
-        """Remove an older one."""
+        """Delete the state of a model that was written at an earlier verb."""
         await asyncio.to_thread(shutil.rmtree, self._anchor(model, seq), True)
 
     async def close(self) -> None:
@@ -85,9 +126,11 @@ class Verbs:
         return {"json": {"type": "load_weights", "path": content["path"], "model_id": model.model_id}}
 
     async def _pass(self, model: Model, request: Request) -> Line:
-        asked = wire.decoded(wire.parsed_protobuf(request.body))
-        data = await self._call(self._models.forward_backward, model.name, asked)
-        return {"message": "ForwardBackwardOutput", "data": base64.b64encode(data).decode()}
+        rows = await self._call(self._rows, request)
+        return _of_pass(await self._call(self._models.forward_backward, model.name, rows))
+
+    def _rows(self, request: Request) -> Rows:
+        return self._models.rows(wire.decoded(wire.parsed_protobuf(request.body)))
 
     async def _step(self, model: Model, request: Request) -> Line:
         step = checked(Adam, request.content, "adam_params").step()
@@ -98,21 +141,26 @@ class Verbs:
         await self._call(self._models.remove, model.name)
         return {"json": {"type": "unload_model", "model_id": model.model_id}}
 
+    async def _refuse(self, model: Model, request: Request) -> Line:
+        del model
+        raise Refused(request.content["error"])
+
     async def _save(self, model: Model, request: Request) -> Line:
-        """Of both kinds. What has no name but a number of a sampling session is sampled from at once, and not listed."""
-        content, part = request.content, "weights" if request.verb == "save_weights" else "sampler_weights"
-        given, number = content.get("path"), content.get("sampling_session_seq_id")
+        """Of all kinds. What has no name but a number of a sampling session is sampled from at once, and not listed."""
+        asked, part = checked(Save, request.content, request.verb), _PARTS[request.verb]
+        given, number = asked.path, asked.sampling_session_seq_id
         name = checked_name(f"{request.seq:06d}" if given is None else given)
         path = f"tinker://{model.model_id}/{part}/{name}"
-        may_replace = part == "weights" and content.get("overwrite") is True
+        may_replace = part == "weights" and asked.overwrite
         is_taken = path in self._records.checkpoints or (part == "sampler_weights" and path in self._records.gone)
         if is_taken and not may_replace:
             raise Refused(f"{path} is taken, and samplers of it must not move; choose another name")
         session = model.model_id.partition(":")[0]
         sampler = f"{session}:sample:{number}"
         samples = part == "sampler_weights" and given is None and number is not None
-        if samples and (type(number) is not int or sampler in self._records.samplers):
-            raise Refused("sampling_session_seq_id must be a whole number that no sampling session has")
+        if samples and sampler in self._records.samplers:
+            raise Refused("sampling_session_seq_id must be a number that no sampling session has")
+        self._limits.require_room(self._records, model.tenant)
         folder = f"{model.folder}/c{request.seq}"
         num_bytes = await self._call(
             lambda: self._models.save(model.name, self._folder / folder, with_optimizer=part == "weights")
@@ -126,13 +174,16 @@ class Verbs:
             "at": request.at,
             "num_bytes": num_bytes,
             "facts": asdict(model.facts),
-            "metadata": content.get("user_metadata"),
+            "metadata": asked.user_metadata,
             "is_named": given is not None or part == "weights",
+            "expires_at": None if asked.ttl_seconds is None else request.at + asked.ttl_seconds,
         }
         answer = {"type": request.verb, "path": path}
         if not samples:
             return {"json": answer, "checkpoint": checkpoint}
         made = {"sampler": sampler, "tenant": model.tenant, "session": session, "path": path}
+        if asked.kind == "inflight":
+            made["follows"] = model.model_id
         return {"json": {**answer, "sampling_session_id": sampler}, "checkpoint": checkpoint, "made": made}
 
     def _anchor(self, model: Model, seq: int) -> Path:
@@ -140,6 +191,10 @@ class Verbs:
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _of_pass(data: bytes) -> Line:
+    return {"message": "ForwardBackwardOutput", "data": base64.b64encode(data).decode()}
 
 
 def failed(error: Exception, request: Request) -> Line:

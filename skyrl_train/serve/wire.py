@@ -65,7 +65,7 @@ class Datum:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBackward:
-    """A pass over examples."""
+    """One pass over examples: which loss, with which settings, and whether gradients are made."""
 
     data: Sequence[Datum]
     loss: str
@@ -160,9 +160,16 @@ def tokens_of_json(value: object) -> NDArray[np.int64]:
     for chunk in chunks:
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
         if kind != "encoded_text":
-            raise Refused(f"a chunk of type {shown(kind)} is not read; encoded_text is")
+            raise _not_text(kind)
         parts.append(_whole_numbers(chunk.get("tokens"), "tokens", 2**31))
     return _joined(parts)
+
+
+def _not_text(kind: object) -> Refused:
+    """Of a chunk that is not text. Where an image is said to lie is not looked at."""
+    if kind in ("image", "image_asset_pointer"):
+        return Refused("images are not taken: this server's model is served with text alone")
+    return Refused(f"a chunk of type {shown(kind)} is not read; encoded_text is")
 
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -178,7 +185,7 @@ def _whole_numbers(value: object, name: str, top: int = 2**62) -> NDArray[np.int
 def _chunk_of_protobuf(chunk: Any) -> NDArray[np.int64]:
     kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
     if kind != "encoded_text":
-        raise Refused(f"a chunk of type {kind} is not read; encoded_text is")
+        raise _not_text(kind)
     return _numbers("model_input", chunk.encoded_text.tokens, np.int32).astype(np.int64)
 
 
@@ -188,7 +195,7 @@ def _numbers(name: str, data: bytes, dtype: Any) -> NDArray[Any]:
     return np.frombuffer(data, dtype=dtype)
 
 
-def _tensor_of_protobuf(name: str, message: Any) -> NDArray[Any]:
+def _tensor_of_protobuf(name: str, message: Any, *, empty: int = 0) -> NDArray[Any]:
     kinds = {1: np.float32, 2: np.int64, 3: np.int32}
     if message.dtype not in kinds:
         raise Refused(f"{name}: elements of type {message.dtype} are not read; float32, int64 and int32 are")
@@ -202,7 +209,28 @@ def _tensor_of_protobuf(name: str, message: Any) -> NDArray[Any]:
         _numbers(name, csr.crow_indices, np.int64),
         _numbers(name, csr.col_indices, np.int64),
         list(message.shape),
+        empty=empty,
     )
+
+
+def targets_of_json(value: object) -> tuple[Any, NDArray[np.int64]]:
+    """Return a tensor of token ids as a message, and as `[n, k]`, with -1 in cells that name none. Raises Refused."""
+    message = schema().Tensor()
+    _fill(message, "target_prompt_logprobs", value)
+    return message, _tensor_of_protobuf("target_prompt_logprobs", message, empty=-1).astype(np.int64)
+
+
+def fill_like(message: Any, like: Any, values: NDArray[np.float32]) -> None:
+    """Fill the message of a tensor with numbers `[n, k]` as another one, of the same shape, has its own."""
+    message.CopyFrom(like)
+    message.dtype = schema().DTYPE_FLOAT32
+    if not like.HasField("sparse_csr"):
+        message.dense = values.tobytes()
+        return
+    rows, columns = (
+        np.frombuffer(each, np.int64) for each in (like.sparse_csr.crow_indices, like.sparse_csr.col_indices)
+    )
+    message.sparse_csr.values = values[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns].tobytes()
 
 
 def _fill(message: Any, name: str, tensor: object) -> None:
@@ -236,16 +264,22 @@ def _shaped(name: str, values: NDArray[Any], shape: list[int]) -> NDArray[Any]:
 
 
 def _dense(
-    name: str, values: NDArray[Any], rows: NDArray[np.int64], columns: NDArray[np.int64], shape: list[int]
+    name: str,
+    values: NDArray[Any],
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    shape: list[int],
+    *,
+    empty: int,
 ) -> NDArray[Any]:
-    """What compressed sparse rows stand for; 0 in cells that they do not list."""
+    """What compressed sparse rows stand for; `empty` in cells that they do not list."""
     if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > _MAX_ELEMENTS:
         raise Refused(f"{name}: a sparse tensor must have two dimensions and at most {_MAX_ELEMENTS} cells")
     counts = np.diff(rows)
     fits = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(columns) == len(values)
     if not fits or (counts < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
         raise Refused(f"{name}: its sparse rows and columns do not fit the shape {shape}")
-    dense = np.zeros(shape, values.dtype)
+    dense = np.full(shape, empty, values.dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense
 
@@ -278,10 +312,11 @@ def sample_response(
     top_of_prompt: bool,
     num_blank: int,
     top_of_samples: Sequence[ScoredSequence],
+    of_targets: tuple[Any, NDArray[np.float32]] | None = None,
 ) -> bytes:
     """Return the message of samples: `prompt` are its tokens' log-probabilities where they were asked for, of which those of
     the first `num_blank` are left out, `top_of_samples` the likeliest tokens at each sampled one of each sequence, or
-    nothing."""
+    nothing, `of_targets` the tensor that named tokens of the prompt's places, and their log-probabilities."""
     message = schema().SampleResponse()
     for number, output in enumerate(outputs):
         is_length = output.stop_reason is StopReason.LENGTH
@@ -298,6 +333,8 @@ def sample_response(
         message.prompt_logprobs = np.concatenate([left_out, prompt.logprobs[blank - 1 :]]).tobytes()
         if top_of_prompt:
             _add_top(message.topk_prompt_logprobs, prompt.behind(blank - 1), num_blank=blank)
+    if of_targets is not None:
+        fill_like(message.target_prompt_logprobs, *of_targets)
     data: bytes = message.SerializeToString()
     return data
 

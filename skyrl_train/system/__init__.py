@@ -1,51 +1,32 @@
 """The machine under a run: threads, installed packages, its platform; and seeds that are derived."""
 
-from skyrl_train.system.lazy import lazily
+from skyrl_train.system.lazy import TYPE_CHECKING as TYPE_CHECKING, lazily as lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.system.installed import (
-        DISTRIBUTION,
-        find_modules_here,
-        find_programs,
-        install_command,
-        missing_program,
-        requirements,
+        DISTRIBUTION as DISTRIBUTION,
+        find_modules_here as find_modules_here,
+        find_programs as find_programs,
+        install_command as install_command,
+        lacking as lacking,
+        missing_program as missing_program,
+        require as require,
+        requirements as requirements,
     )
-    from skyrl_train.system.lazy import lazily
     from skyrl_train.system.platform import (
-        DetectedPlatform,
-        Devices,
-        detect_platform,
-        gpu_name,
-        host_bytes,
-        local_devices,
-        multiplies_bfloat16,
-        usable_cores,
+        LARGE_PAGES as LARGE_PAGES,
+        DetectedPlatform as DetectedPlatform,
+        Devices as Devices,
+        detect_platform as detect_platform,
+        gpu_name as gpu_name,
+        has_bfloat16_instructions as has_bfloat16_instructions,
+        host_bytes as host_bytes,
+        local_devices as local_devices,
+        multiplies_bfloat16 as multiplies_bfloat16,
+        resident_bytes as resident_bytes,
+        usable_cores as usable_cores,
     )
-    from skyrl_train.system.seeding import derive_seed
-    from skyrl_train.system.threads import WorkerThread, in_time, map_in_time
-
-__all__ = [
-    "DISTRIBUTION",
-    "DetectedPlatform",
-    "Devices",
-    "WorkerThread",
-    "derive_seed",
-    "detect_platform",
-    "find_modules_here",
-    "find_programs",
-    "gpu_name",
-    "host_bytes",
-    "in_time",
-    "install_command",
-    "lazily",
-    "local_devices",
-    "map_in_time",
-    "missing_program",
-    "multiplies_bfloat16",
-    "requirements",
-    "usable_cores",
-]
+    from skyrl_train.system.seeding import derive_seed as derive_seed
+    from skyrl_train.system.threads import WorkerThread as WorkerThread, in_time as in_time, map_in_time as map_in_time
 
 __getattr__ = lazily(__name__)

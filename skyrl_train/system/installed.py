@@ -11,8 +11,20 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from skyrl_train.errors import SkyrlTrainError
+
 DISTRIBUTION = "one-gradient-skyrl-train"
 """The name that pip knows, as in pyproject.toml. PyPI's `skyrl-train` is another project's."""
+OF_EXTRAS = {
+    "datasets": "hub",
+    "skyrl_gym": "gym",
+    "matplotlib": "plots",
+    "httpx": "http",
+    "msgpack": "http",
+    "fsspec": "remote",
+    "jsonschema": "jsonschema",
+}
+"""Modules that are imported by what uses them alone, and the extras that install them."""
 _PARENT = Path(__file__).resolve().parents[2]
 _INTERPRETER = re.compile(r"(python|pypy|bash|dash|sh|zsh|node|perl|ruby)[\d.]*")
 _SCRIPT = re.compile(r"[^-{}][^{}]*\.(py|sh|js|mjs|cjs|pl|rb)")
@@ -44,6 +56,22 @@ def install_command(extra: str) -> str:
     lines = [line.partition(";") for line in requirements()]
     names = [f"'{name.strip()}'" for name, _, marker in lines if f"extra == '{extra}'" in marker.replace('"', "'")]
     return f"pip install {' '.join(names)}" if names else f"pip install -e '.[{extra}]' in this project's checkout"
+
+
+def require(module: str) -> None:
+    """Raise SkyrlTrainError, with the command that installs it, where a module of an extra is not installed."""
+    if find_spec(module) is None:
+        raise SkyrlTrainError(_lacks(module))
+
+
+def lacking(error: Exception) -> str:
+    """Return what an error of an import lacks and the command that installs it; empty where no extra has it."""
+    module = str(getattr(error, "name", "")).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return _lacks(module) if module in OF_EXTRAS else ""
+
+
+def _lacks(module: str) -> str:
+    return f"{module} is not installed, which is needed here: {install_command(OF_EXTRAS[module])}"
 
 
 def find_modules_here() -> None:

@@ -40,6 +40,11 @@ def detect_platform(environ: Mapping[str, str] = os.environ, root: Path = Path("
     return DetectedPlatform(name="cpu", reason="no CUDA device found (no /dev/nvidia0)")
 
 
+LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""The variable with which torch asks Linux for pages of 2 MiB, for tensors of that size or more on a CPU; it is read at the
+first of them. Memory that a step takes anew is then there in a third of the time: 112 MB in 16 ms in place of 52."""
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use: those it is bound to, as far as its control group's quota goes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -64,17 +69,35 @@ def host_bytes(root: Path = Path("/")) -> int:
     return min(found, default=0)
 
 
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that this process holds now; 0 where nothing tells."""
+    with suppress(OSError, ValueError, IndexError):
+        return int((root / "proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def multiplies_bfloat16(root: Path = Path("/")) -> bool:
     """Return whether the processor has what torch multiplies matrices of bfloat16 with; True where it does not say.
 
     Without AVX-512 (or Arm's `bf16`) a product takes some fifty times as long as in float32: 1.2 instead of 45 to 67 GFLOP/s
     of one core with AVX2, torch 2.13.
     """
+    return _has_any(root, "avx512bw", "bf16")
+
+
+def has_bfloat16_instructions(root: Path = Path("/")) -> bool:
+    """Return whether the processor has instructions for products of bfloat16 numbers; True where it does not say. With
+    AVX-512 alone such a product takes three times as long as one of float32."""
+    return _has_any(root, "avx512_bf16", "amx_bf16", "bf16")
+
+
+def _has_any(root: Path, *wanted: str) -> bool:
+    """Whether the processor has one of these flags; True where the system does not tell any."""
     with suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, flags = line.partition(":")
             if name.strip() in ("flags", "Features"):
-                return not {"avx512bw", "bf16"}.isdisjoint(flags.split())
+                return not set(wanted).isdisjoint(flags.split())
     return True
 
 

@@ -6,8 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Executor, Future, TimeoutError as FutureTimeoutError
 from typing import ParamSpec, TypeVar
 
 from skyrl_train.errors import DeadlineError

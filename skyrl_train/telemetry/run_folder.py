@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.system.files import keep_private, sync_folder
+from skyrl_train.system.files import keep_private, make_folder, sync_folder
 from skyrl_train.telemetry.logs.redaction import redact_text
 
 STATE_FILE = "trainer_state.json"
@@ -50,6 +50,7 @@ class RunFolder:
     rollouts = _Inside(
         "rollouts"
     )  # every trajectory, Parquet, a file a step; `failed_step_N` of one that ended by an error
+    segments = _Inside("segments")  # `placement.rollouts=engines`: what engines made for the step that runs
     images = _Inside("images")  # those that the run used, by their sums
     journal = _Inside("journal")  # `trainer.max_staleness`: each turn, group and batch of the stream, before it is used
     samples = _Inside("samples")  # supervised: answers at each evaluation, JSON lines
@@ -75,7 +76,7 @@ class RunFolder:
         """Makes the folder, `private` for its owner alone where it is new. Raises SkyrlTrainError where that is impossible,
         before any time is spent on models."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_folder(self.root)
             if private:
                 keep_private(self.root)
         except OSError as error:
@@ -111,11 +112,15 @@ class RunFolder:
 
     def discard(self) -> None:
         """Removes what a run left that is begun again in the same way: it will write the same once more. Budgets that were
-        measured stay, and so do the identity of its curves at a tracker and what was generated for a stream."""
+        measured stay, and so do the identity of its curves at a tracker and what was generated for a stream; and what tells
+        that it is the same run, since this may be cut short."""
+        kept = (self.wandb, self.trackio, self.mlflow, self.journal, self.memory_file, self.config_file, self.plan_file)
         for path in self._files():
-            if path.is_dir() and path not in (self.wandb, self.trackio, self.mlflow, self.journal):
+            if path in kept:
+                continue
+            if path.is_dir():
                 shutil.rmtree(path)
-            elif path.is_file() and path != self.memory_file:
+            elif path.is_file():
                 path.unlink()
 
     def set_aside_checkpoints_after(self, step: int) -> Path | None:

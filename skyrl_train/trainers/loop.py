@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from skyrl_train.config import LoopConfig
-from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
+from skyrl_train.errors import ActorLostError, NonFiniteError, SkyrlTrainError, StopRequested
 from skyrl_train.interfaces import HeldState, Learner, Scorer
+from skyrl_train.system import resident_bytes
 from skyrl_train.system.files import FileSums
 from skyrl_train.telemetry import Activity, Alerts, RunFolder
 from skyrl_train.telemetry.logs import RunConsole
@@ -57,6 +58,8 @@ timing/background/checkpoint | s | How long a checkpoint took to be written besi
 timing/other | s | What no phase covers: the phases and it add up to `timing/step`.
 timing/wait/sync | s | Time in which the engine could not answer because it was given weights. | where weights were
     synced
+memory/controller_gib | GiB | What the process of the loop holds in the host after the step: models, too, where it has them.
+    | on Linux
 run/restarts | count | How often the run went on by itself after a worker was lost. | from the first on
 """
 
@@ -104,7 +107,7 @@ class TrainingLoop:
         self.observers, self.trackers, self._alerts = observers, trackers, alerts
         self.timer = StepTimer()
         self._models, self._data, self._checkpoints = models, data, checkpoints
-        self._pictures = (
+        self._pictures: tuple[tuple[Callable[..., object], Path, Path], ...] = (
             (draw, folder.metrics_file, folder.learning_curve_file),
             (draw_timeline, folder.timeline_file, folder.timeline_image),
         )
@@ -212,12 +215,15 @@ class TrainingLoop:
         timings = self._finish_timing(step)
         with self.phase("record"):
             restarts = {"run/restarts": float(self.settings.num_restarts)} if self.settings.num_restarts else {}
+            held = resident_bytes()
+            memory = {"memory/controller_gib": held / 2**30} if held else {}
             # An engine that says for how long it was kept from answering knows better than its caller.
-            record = {**timings, **metrics, **speed(timings), **restarts}
+            record = {**timings, **metrics, **speed(timings), **memory, **restarts}
             with self.saves.attempt():
                 self.trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
-                self._draw(*self._pictures[0])
+                for picture in self._pictures[:1]:
+                    self._draw(*picture)
         if self._alerts is not None:
             self._alerts.check(step, record)
         self.observers.tell("step", step, metrics=record)
@@ -270,6 +276,9 @@ class TrainingLoop:
         """A failure is a line on the console: a picture is no reason to end a run."""
         try:
             draw(record, image, title=self.settings.run_name)
+        except SkyrlTrainError as error:  # what draws is not installed: said once
+            self.console.warn(f"no pictures: {error}")
+            self._pictures = ()
         except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
             self.console.warn(f"{image.name} could not be drawn: {type(error).__name__}: {error}")
         gc.collect()  # a figure is rings of objects, which would lie there for tens of pictures

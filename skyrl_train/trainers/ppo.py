@@ -213,6 +213,7 @@ class PPOTrainer:
                 **self._learn_solve_rates(step, generated.everything),
                 **(self.generator.take_metrics() if isinstance(self.generator, ReportsMetrics) else {}),
                 **self.plane.ask(batch_metrics, batch, self.settings.trainer.algorithm),
+                **self.plane.take_metrics(),
                 **document_metrics(batch, self.settings.trainer.docs_per_step),
                 **to_values(update.metrics),
                 **evaluation,

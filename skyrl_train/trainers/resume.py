@@ -322,16 +322,20 @@ def _prepare(
 
 
 def _is_same_run(folder: RunFolder, write_config: Callable[[Path], None], plan: Mapping[str, Any]) -> bool:
-    """Return whether the run in the folder had the same configuration and plan."""
+    """Return whether the run in the folder had the same configuration and plan. Raises OSError where the disk refuses, which
+    says nothing of the run."""
     temporary = folder.root / f".{folder.config_file.name}.tmp"
     try:
         write_config(temporary)
-        is_same = temporary.read_bytes() == folder.config_file.read_bytes()
-        return is_same and read_json(folder.plan_file) == json.loads(json.dumps(plan))
-    except (OSError, ValueError):
-        return False
+        written = temporary.read_bytes()
     finally:
         temporary.unlink(missing_ok=True)
+    try:
+        return written == folder.config_file.read_bytes() and read_json(folder.plan_file) == json.loads(
+            json.dumps(plan)
+        )
+    except (OSError, ValueError):
+        return False
 
 
 def _completed_steps(folder: RunFolder) -> int:

@@ -11,8 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial

@@ -18,6 +18,7 @@ from skyrl_train.algorithms.losses import LARGEST_AGE_SHOWN, explained_variance
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import behind_updates, token_ages
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
+from skyrl_train.doctor import engine_drift, silence_pays_text
 from skyrl_train.registry import split_spec
 from skyrl_train.trainers.checkpoints.state import Totals
 from skyrl_train.trainers.evaluation.evaluate import groups_of, response_length
@@ -84,9 +85,6 @@ RATIO_TOLERANCE = 0.1
 
 EQUAL_GROUPS = 0.9
 """Share of a step's groups whose rewards are all equal that is said on the console."""
-
-LARGEST_DRIFT = 0.2
-"""Mean distance of the engine's log-probabilities from the trainer's, in nats a token, that is warned about."""
 
 
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
@@ -162,25 +160,6 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
     return metrics
 
 
-def engine_drift(metrics: Mapping[str, float]) -> str:
-    """A warning where the engine's log-probabilities are those of another model than the trainer's; else empty, as where
-    tokens are of older weights and have to differ.
-
-    Rounding in 16-bit types and fused kernels moves a token's log-probability by hundredths in the mean.
-    """
-    if metrics.get("off_policy/age/max", 0.0) > 0:
-        return ""
-    names = ("mismatch/logprob_diff_mean", "policy/rollout_logprob_diff")
-    name = next((name for name in names if name in metrics), "")
-    if not name or metrics[name] <= LARGEST_DRIFT:
-        return ""
-    return (
-        f"{name} is {metrics[name]:.2g}: the engine's log-probabilities are not those of the trainer's weights. Does it "
-        "serve the weights that it is given? generator.verify_weight_sync=true compares them after each sync, for engines "
-        "on devices of their own"
-    )
-
-
 def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: int | None = None) -> str:
     """A line where an estimator that compares the samples of a prompt finds almost nothing to compare: all samples of a
     prompt have the same reward in `EQUAL_GROUPS` of the groups, or more; else empty. `step`: of a step's rollouts."""
@@ -202,22 +181,6 @@ def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: in
     return f"step {step}: {told} (group/zero_variance has the share of each step; this is said once.)"
 
 
-def silence_pays(seen: Sequence[tuple[float, float]]) -> str:
-    """A line where answers without an action become more as the reward rises, given `env/invalid_actions` and `reward/mean`
-    of the last steps; else empty."""
-    middle = len(seen) // 2
-    if middle < 2:
-        return ""
-    before, after = ([math.fsum(each) / len(half) for each in zip(*half)] for half in (seen[:middle], seen[middle:]))
-    if after[0] < before[0] + 0.5 or after[1] <= before[1]:
-        return ""
-    return (
-        f"env/invalid_actions rises with the reward, {before[0]:.2g} to {after[0]:.2g} a trajectory while reward/mean goes "
-        f"from {before[1]:.3g} to {after[1]:.3g}: does the policy learn to say nothing? Give answers without an action less "
-        "than the worst action earns (environment.env_class.invalid_reward of gymnasium). This is said once"
-    )
-
-
 class StepWarnings:
     """What the steps of a run warn of. What would be said of many steps is said of the first."""
 
@@ -236,7 +199,7 @@ class StepWarnings:
             yield told
         if "env/invalid_actions" in metrics and not self._told_silence:
             self._invalid.append((metrics["env/invalid_actions"], metrics["reward/mean"]))
-            if told := silence_pays(tuple(self._invalid)):
+            if told := silence_pays_text(tuple(self._invalid)):
                 self._told_silence = True
                 yield f"step {step}: {told}"
 

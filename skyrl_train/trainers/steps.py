@@ -27,8 +27,7 @@ from skyrl_train.algorithms import (
     with_sample_counts,
     with_step_columns,
 )
-from skyrl_train.batch import AssemblySettings, TrainingInputBatch
-from skyrl_train.batch import assemble as assemble_rows
+from skyrl_train.batch import AssemblySettings, TrainingInputBatch, assemble as assemble_rows
 from skyrl_train.batch.plane import DataPlane, ReferencedColumns
 from skyrl_train.batch.steps import MiniBatch, check_staleness, mini_batches
 from skyrl_train.config import TrainerConfig

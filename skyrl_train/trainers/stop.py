@@ -118,10 +118,12 @@ class _Watcher:
 
     def _watch(self) -> None:
         received: list[int] = []
+        signals_came = select.poll()  # select() itself refuses numbers of files from 1,024 on, which a large run has
+        signals_came.register(self._read, select.POLLIN)
         grace_ends = answer_ends = float("inf")
         while True:
             wait_s = max(0.0, min(grace_ends, answer_ends) - time.monotonic())
-            if select.select([self._read], [], [], min(wait_s, _LOOK_EVERY_S))[0]:
+            if signals_came.poll(1000 * min(wait_s, _LOOK_EVERY_S)):
                 signals = os.read(self._read, 64)
                 if not signals:
                     os.close(self._read)

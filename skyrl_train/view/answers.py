@@ -21,22 +21,43 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from skyrl_train.doctor import examine
 from skyrl_train.errors import DeadlineError, SkyrlTrainError, counted
 from skyrl_train.telemetry.reading import Run, read_object, settings_of
 from skyrl_train.view import records
-from skyrl_train.view.filters import Arguments, Endpoint, Filters, NotThereError, RunEndpoint, chosen_run, in_order
+from skyrl_train.view.filters import (
+    Arguments,
+    Endpoint,
+    Filters,
+    NotThereError,
+    RunEndpoint,
+    chosen_run,
+    in_order,
+    metric_column,
+)
 from skyrl_train.view.pictures import Picture, read_picture
 from skyrl_train.view.rollouts import QueryError, RolloutIndex
-from skyrl_train.view.tails import Tail, end_of, log_warnings, new_lines, objects_in, records_in
+from skyrl_train.view.tails import Tail, end_of, last_lines, log_warnings, new_lines, objects_in, records_in
 from skyrl_train.view.trajectory import Decode, describe_samples, describe_trajectory, find_decoder
 
 Json = dict[str, Any]
 _ROW = (
     "purpose, step, uid, sample, environment, dataset, outcome, failure_kind, failure_message, reward, num_turns, tokens, "
-    "stop_reason, prompt_excerpt, text_excerpt"
+    "stop_reason, prompt_excerpt, text_excerpt, cut, age, metrics, rewards"
 )
-_SORTS = {"step": "step", "reward": "reward", "tokens": "tokens", "turns": "num_turns", "uid": "uid"}
-_GROUP_SORTS = {"spread": "spread", "mean": "reward_mean", "failed": "num_failed", "step": "step", "uid": "uid"}
+_SORTS = {name: name for name in ("step", "reward", "tokens", "uid", "cut", "age")} | {"turns": "num_turns"}
+_GROUP_SORTS = {
+    **{name: name for name in ("spread", "step", "uid")},
+    "mean": "reward_mean",
+    "failed": "num_failed",
+    "cut": "num_cut",
+    "age": "oldest",
+}
+_MOST_METRICS = 100
+"""Names of numbers that lists can be filtered and sorted by."""
+_OF_ONE_RUN = frozenset({"output_dir", "run_name", "derived"})
+"""Settings that differ between any two runs."""
+_MOST_IN_A_LABEL = 3
 _SOLVED_REWARD = 1.0
 """As `trainers/evaluation/evaluate.py` has it, where the environment does not say what is solved."""
 
@@ -52,6 +73,7 @@ class Answers:
             "metrics": self._show_metrics,
             "overview": self._overview,
             "tail": self._tail,
+            "findings": self._findings,
             **RolloutAnswers(index).endpoints,
         }
         self.endpoints: Mapping[str, Endpoint] = {
@@ -92,17 +114,43 @@ class Answers:
     def _list_runs(self, arguments: Arguments, problems: list[str]) -> Json:
         del arguments
         described = [run.describe() for run in self._runs.values()]
+        for each, label in zip(described, self._labels(problems), strict=True):
+            each["label"] = label
         problems += [f"{run['path']}: nothing of a run is here yet" for run in described if run["state"] == "empty"]
         return {"runs": described, "version": self._version}
+
+    def _labels(self, problems: list[str]) -> list[str]:
+        """Return what tells each run from the others: its settings that differ, after its folder's name unless that is but a
+        number."""
+        runs = [*self._runs.values()]
+        configs = [settings_of(run, problems) for run in runs]
+        names = {name for config in configs for name in config if name not in _OF_ONE_RUN}
+        differ = [name for name in sorted(names) if len({str(config.get(name)) for config in configs}) > 1]
+        labels = []
+        for run, config in zip(runs, configs, strict=True):
+            words = [f"{name.rpartition('.')[2]}={config.get(name)}"[:40] for name in differ[:_MOST_IN_A_LABEL]]
+            named = [] if run.root.name.isdecimal() else [f"{run.id}:"]
+            labels.append(" ".join([*named, *words]) if config and words else run.id)
+        return [
+            f"{label} ({run.id})" if labels.count(label) > 1 and label != run.id else label
+            for run, label in zip(runs, labels, strict=True)
+        ]
 
     def _lines(self, run: Run, problems: list[str]) -> list[Json]:
         """Return the records of metrics; of other trainers' runs, what their rollouts say of each step."""
         if run.kind != "skyrl":
             problems += self._index.refresh(run)
             sql = """SELECT step, avg(reward) AS "reward/mean", stddev_pop(reward) AS "reward/std",
-                min(reward) AS "reward/min", max(reward) AS "reward/max", count(*) AS "total/trajectories"
+                min(reward) AS "reward/min", max(reward) AS "reward/max", count(*) AS "total/trajectories",
+                avg(characters) AS "response_length/characters"
                 FROM trajectories WHERE run = ? GROUP BY step ORDER BY step"""
-            return self._index.rows(sql, [run.id])
+            lines = {line["step"]: line for line in self._index.rows(sql, [run.id])}
+            for column, named in (("rewards", "reward/{}/mean"), ("metrics", "env/{}")):
+                sql = f"""SELECT step, entry.key AS name, avg(entry.value) AS mean FROM
+                    (SELECT step, unnest(map_entries({column})) AS entry FROM trajectories WHERE run = ?) GROUP BY ALL"""
+                for row in self._index.rows(sql, [run.id]):
+                    lines[row["step"]][named.format(row["name"])] = row["mean"]
+            return [*lines.values()]
         tail = self._metrics[run.id]
         tail.refresh()
         if tail.torn:
@@ -115,12 +163,17 @@ class Answers:
         series = records.metric_series(self._lines(run, problems), names, max(2, most))
         return {**series, "offset": self._metrics[run.id].position}
 
+    def _findings(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
+        """Return what the rules of `skyrl-doctor` find in the folder as it is now."""
+        del arguments
+        found, tables = examine(run)
+        problems += tables.problems
+        return {"findings": [finding.as_json() for finding in found]}
+
     def _overview(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         del arguments
         lines = self._lines(run, problems)
         steps = records.step_table(run, lines)
-        timeline = Tail(run.folder.timeline_file)
-        timeline.refresh()
         plan = read_object(run.folder.plan_file, problems)
         names = sorted({name for line in lines for name in line})
         return {
@@ -128,7 +181,7 @@ class Answers:
             "steps": steps,
             "phases": _names_in(step["phases"] for step in steps),
             "waits": _names_in(step["waits"] for step in steps),
-            "timeline": records.timeline_lines(timeline.records),
+            "timeline": records.timeline_lines(records_in(last_lines(run.folder.timeline_file))),
             "memory": records.memory_facts(run, lines, problems),
             "mismatch": [name for name in names if name.startswith("mismatch/")],
             "off_policy": [name for name in names if name.startswith("off_policy/")],
@@ -139,7 +192,7 @@ class Answers:
             "fork": read_object(run.folder.fork_file, problems) or None,
             "offsets": {
                 "metrics": self._metrics[run.id].position,
-                "timeline": timeline.position,
+                "timeline": end_of(run.folder.timeline_file),
                 "log": end_of(run.root / "run.log"),
             },
         }
@@ -207,7 +260,7 @@ class RolloutAnswers:
     def _filtered(self, run: Run, arguments: Arguments, problems: list[str]) -> tuple[str, list[object]]:
         """Return a condition on the table `trajectories`, with its parameters."""
         filters = Filters.of(arguments)
-        problems += self._index.refresh(run)
+        problems += self._index.refresh(run, filters.steps)
         conditions, parameters = filters.conditions()
         conditions, parameters = ["run = ?", *conditions], [run.id, *parameters]
         if filters.text:
@@ -243,7 +296,8 @@ class RolloutAnswers:
         }
         counts = ", ".join(f"histogram({column}) AS {name}" for name, column in facets.items())
         sql = f"""SELECT {counts}, min(step) AS step_min, max(step) AS step_max, min(reward) AS reward_min,
-            max(reward) AS reward_max, max(tokens) AS tokens_max, max(num_turns) AS turns_max,
+            max(reward) AS reward_max, max(tokens) AS tokens_max, max(num_turns) AS turns_max, max(cut) AS cut_max,
+            max(age) AS age_max,
             count(*) AS num_trajectories, coalesce(sum(greatest(num_turns, 1)), 0)::BIGINT AS num_turns
             FROM trajectories WHERE run = ?"""
         problems += self._index.refresh(run)
@@ -254,11 +308,21 @@ class RolloutAnswers:
             )
             for name in facets
         }
-        return {**row, **by_count}
+        return {**row, **by_count, "metrics": self._metric_ranges(run)}
+
+    def _metric_ranges(self, run: Run) -> list[Json]:
+        """Return the numbers that differ between trajectories, with their ranges: metrics, and components of rewards."""
+        entries = """SELECT '{1}' || entry.key AS name, entry.value AS value FROM
+            (SELECT unnest(map_entries({0})) AS entry FROM trajectories WHERE run = ?)"""
+        parts = " UNION ALL ".join((entries.format("metrics", ""), entries.format("rewards", "rewards/")))
+        sql = f"""SELECT name, min(value) AS min, max(value) AS max FROM ({parts}) GROUP BY name
+            HAVING min(value) < max(value) ORDER BY name LIMIT {_MOST_METRICS}"""
+        return self._index.rows(sql, [run.id, run.id])
 
     def _trajectories(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         sql = f"SELECT {_ROW}, count(*) OVER () AS total FROM trajectories WHERE {{where}}"
-        page = self._page(run, arguments, problems, sql, in_order(arguments, _SORTS, "step", "uid, sample"))
+        sorts = {**_SORTS, **({"metric": metric} if (metric := metric_column(arguments)) else {})}
+        page = self._page(run, arguments, problems, sql, in_order(arguments, sorts, "step", "uid, sample"))
         if not page["rows"] and page["offset"]:
             counted, _ = self._asked(run, arguments, problems, "SELECT count(*) AS n FROM trajectories WHERE {where}")
             page["total"] = counted[0]["n"]
@@ -267,15 +331,19 @@ class RolloutAnswers:
     def _groups(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         sample = (
             '{"sample": sample, "reward": reward, "outcome": outcome, "failure_kind": failure_kind, "tokens": tokens, '
-            '"num_turns": num_turns, "dataset": dataset, "stop_reason": stop_reason}'
+            '"num_turns": num_turns, "dataset": dataset, "stop_reason": stop_reason, "cut": cut, "age": age, '
+            '"metrics": metrics, "rewards": rewards}'
         )
+        metric = metric_column(arguments)
+        sorts = {**_GROUP_SORTS, **({"metric": f"avg({metric})"} if metric else {})}
         sql = f"""SELECT purpose, step, uid, any_value(environment) AS environment,
             any_value(prompt_excerpt) AS prompt_excerpt, count(*) AS num_samples, count(failure_kind) AS num_failed,
             avg(reward) AS reward_mean, min(reward) AS reward_min, max(reward) AS reward_max,
             stddev_pop(reward) AS reward_std, max(reward) - min(reward) AS spread,
+            count(*) FILTER (cut > 0) AS num_cut, max(age) AS oldest,
             list({sample} ORDER BY sample) AS samples, count(*) OVER () AS total
             FROM trajectories WHERE {{where}} GROUP BY purpose, step, uid"""
-        return self._page(run, arguments, problems, sql, in_order(arguments, _GROUP_SORTS, "spread", "step DESC, uid"))
+        return self._page(run, arguments, problems, sql, in_order(arguments, sorts, "spread", "step DESC, uid"))
 
     def _page(self, run: Run, arguments: Arguments, problems: list[str], sql: str, order: str) -> Json:
         """Return some rows of a query whose column `total` counts all."""
@@ -286,11 +354,11 @@ class RolloutAnswers:
         return {"total": total, "offset": offset, "limit": limit, "seconds": seconds, "rows": rows}
 
     def _turns(self, run: Run, arguments: Arguments, problems: list[str], *, of_one: bool) -> list[Json]:
-        problems += self._index.refresh(run)
         purpose, uid, step = arguments.text("purpose") or "train", arguments.text("uid"), arguments.whole("step")
         sample = arguments.whole("sample") if of_one else None
         if step is None or (of_one and sample is None):
             raise ValueError("step and sample must be whole numbers")
+        problems += self._index.refresh(run, (step, step))
         rows = self._index.turns(run, purpose, step, uid, sample)
         if not rows:
             name = f"{uid}/{sample}" if of_one else uid

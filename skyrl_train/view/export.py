@@ -68,7 +68,7 @@ def _of_run(answers: Answers, run: str, filters: Sequence[tuple[str, str]], limi
         answer: dict[str, Any] = found[key]
         return answer
 
-    for path in ("api/metrics", "api/overview", "api/facets", "api/failures"):
+    for path in ("api/metrics", "api/overview", "api/facets", "api/failures", "api/findings"):
         keep(path, own)
     keep("api/groups", own, *filters, ("limit", str(min(limit, 500))))
     rows = keep("api/trajectories", own, *filters, ("limit", str(min(limit, 500))))["rows"]

@@ -11,7 +11,9 @@ from skyrl_train.errors import counted
 from skyrl_train.telemetry.reading import Run
 
 _AMONG = ("purpose", "environment", "dataset", "outcome", "failure_kind", "stop_reason", "uid", "sample")
-_WITHIN = {"reward": "reward", "tokens": "tokens", "turns": "num_turns", "step": "step"}
+_WITHIN = {"reward": "reward", "tokens": "tokens", "turns": "num_turns", "step": "step", "cut": "cut", "age": "age"}
+_OF_REWARDS = "rewards/"
+"""What the names of a reward's components begin with where they stand among metrics."""
 _LONGEST_PATTERN = 1000
 _LARGEST_COUNT = 2**31 - 1
 _MOST_VALUES = 100
@@ -88,7 +90,7 @@ RunEndpoint = Callable[[Run, Arguments, list[str]], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """Which trajectories are wanted."""
+    """Which trajectories are wanted: all conditions at once."""
 
     among: Mapping[str, Sequence[str]]
     """By column: any of these values."""
@@ -102,6 +104,8 @@ class Filters:
         """Return those that the arguments name. Raises ValueError."""
         among = {name: arguments.all(name) for name in _AMONG}
         within = {name: (arguments.number(f"{name}_min"), arguments.number(f"{name}_max")) for name in _WITHIN}
+        if metric := metric_column(arguments):
+            within[metric] = (arguments.number("metric_min"), arguments.number("metric_max"))
         text = arguments.text("text")
         if len(text) > _LONGEST_PATTERN:
             raise ValueError(f"text has {counted(len(text), 'character')}; a pattern has at most {_LONGEST_PATTERN}")
@@ -128,7 +132,7 @@ class Filters:
         for name, (low, high) in self.within.items():
             for sign, bound in ((">=", low), ("<=", high)):
                 if bound is not None:
-                    found.append(f"{_WITHIN[name]} {sign} ?")
+                    found.append(f"{_WITHIN.get(name, name)} {sign} ?")
                     parameters.append(bound)
         return found, parameters
 
@@ -139,6 +143,14 @@ def chosen_run(runs: Mapping[str, Run], arguments: Arguments) -> Run:
     if name not in runs:
         raise ValueError(f"run={name[:80]} is not one of {', '.join(runs)}")
     return runs[name]
+
+
+def metric_column(arguments: Arguments) -> str:
+    """Return the expression of the number that `metric` names: one of the environment's metrics, of tool calls, or of the
+    components of a reward; empty where none is named."""
+    name = arguments.text("metric")
+    column, key = ("rewards", name.removeprefix(_OF_REWARDS)) if name.startswith(_OF_REWARDS) else ("metrics", name)
+    return f"{column}['" + key.replace("'", "''") + "']" if name else ""
 
 
 def in_order(arguments: Arguments, columns: Mapping[str, str], first: str, then: str) -> str:

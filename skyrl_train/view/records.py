@@ -4,6 +4,7 @@ be half written, and is only read; what is wrong with a file is appended to `pro
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,14 +19,30 @@ _LAST_STEPS = 5000
 _LAST_LINES_OF_TIMELINE = 50
 _DEFAULT_SERIES = (
     "reward/mean",
+    "train/loss",
     "eval/accuracy",
+    "eval/loss",
+    "env/solved",
     "loss/policy",
     "loss/total",
     "loss/mean",
     "policy/entropy",
     "policy/grad_norm",
     "response_length/mean",
+    "response_length/characters",
+    "kl/reference",
+    "off_policy/age/mean",
+    "tools/failed",
 )
+"""What a run of any kind shows first, as far as it has it: supervised training its losses, a teacher its KL, rollouts beside
+updates their age."""
+_OF_PARTS = ("/accuracy", "/loss")
+"""Of each kind of held-out rows: on which of them it learnt."""
+_MOST_OF_PARTS = 4
+_OF_A_REWARD = re.compile("reward/.+/mean")
+_MOST_REWARDS = 4
+_OF_ENVIRONMENTS = "env/"
+_MOST_OF_ENVIRONMENTS = 3
 _WAIT = "timing/wait/"
 _SHARES = ("environments_alone",)
 """What stands among the waits of a record and is no number of seconds."""
@@ -48,13 +65,34 @@ def metric_series(records: Sequence[Json], names: Sequence[str], max_points: int
     kept = _thinned(lines, max_points)
     found = dict.fromkeys(name for index in kept for name in lines[index] if name != "step")
     wanted = sorted(name for name in found if not names or name in names)
+    series = {name: [_number(lines[index].get(name)) for index in kept] for name in wanted}
     return {
         "steps": [lines[index]["step"] for index in kept],
         "tokens": [tokens[index] for index in kept],
         "seconds": [seconds[index] for index in kept],
-        "series": {name: [_number(lines[index].get(name)) for index in kept] for name in wanted},
-        "default": [name for name in _DEFAULT_SERIES if name in wanted],
+        "series": series,
+        "default": _default_series(series),
     }
+
+
+def _default_series(series: Mapping[str, Sequence[float | None]]) -> list[str]:
+    """Return the curves that are shown first: none that is empty, repeats another or is 0 throughout but for a reward."""
+    of_parts = [
+        name for name in series if name.startswith("eval/") and name.endswith(_OF_PARTS) and name.count("/") > 1
+    ]
+    of_environments = [name for name in series if name.startswith(_OF_ENVIRONMENTS) and name not in _DEFAULT_SERIES]
+    of_rewards = [name for name in series if _OF_A_REWARD.fullmatch(name)]
+    chosen: dict[tuple[float | None, ...], str] = {}
+    for name in (
+        *_DEFAULT_SERIES,
+        *of_rewards[:_MOST_REWARDS],
+        *of_parts[:_MOST_OF_PARTS],
+        *of_environments[:_MOST_OF_ENVIRONMENTS],
+    ):
+        values = tuple(series.get(name, ()))
+        if any(value or (value is not None and name.startswith(("reward", "eval", "train"))) for value in values):
+            chosen.setdefault(values, name)
+    return [*chosen.values()]
 
 
 def step_table(run: Run, records: Sequence[Json]) -> list[Json]:
@@ -127,8 +165,9 @@ def memory_facts(run: Run, records: Sequence[Json], problems: list[str]) -> Json
 def plan_beside(plan: Mapping[str, Any], records: Sequence[Json]) -> list[Json]:
     """Return the numbers of the plan, and what they were in the end."""
     last: Json = {}
-    for record in records:
-        last.update({name: value for name, value in record.items() if _number(value) is not None})
+    for name in {*_MEASURED.values()}:
+        found = (number for record in reversed(records) if (number := _number(record.get(name))) is not None)
+        last[name] = next(found, None)
     steps = [record["step"] for record in records if record["step"] > 0]
     rows: list[Json] = []
     for name, planned in plan.items():

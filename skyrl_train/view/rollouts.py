@@ -7,6 +7,7 @@ links to them in a folder of its own, so that no name of a run is a pattern, and
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,10 @@ _INDEX_TIMEOUT_S = 300.0
 """For the files of a run to be taken in, once."""
 _MEMORY_LIMIT = "2GB"
 _ROWS_AT_A_TIME = 1000
+_BYTES_AT_A_TIME = 20_000_000
+"""Of files that one question takes in, the newest first: a run of any length opens at once."""
+_MOST_ROWS = 900_000
+"""Trajectories of a run in the table: a list as high as a browser can make it, in half the memory limit."""
 _SQL_TYPES = {
     "int": "INTEGER",
     "double": "DOUBLE",
@@ -47,8 +52,13 @@ _SUMMARY = """
         left(any_value(CASE WHEN json_valid(prompt) THEN coalesce(prompt->>'$[#-1].content[#-1].text',
             prompt->>'$[#-1].content', prompt) ELSE prompt END), 240),
         left(arg_max(text, turn), 240),
-        any_value(CASE WHEN json_valid(metrics) THEN try_cast(metrics->>'$.solved' AS DOUBLE) END)
+        any_value(CASE WHEN json_valid(metrics) THEN try_cast(metrics->>'$.solved' AS DOUBLE) END),
+        count(*) FILTER (stop_reason = 'length'),
+        max(CASE WHEN purpose = 'train' THEN global_step - 1 - list_min([each."version" for each in versions]) END),
+        sum(length(text)), any_value({metrics}), any_value({rewards})
     FROM {rows} GROUP BY ALL"""
+_NUMBERS = "CASE WHEN json_valid({0}) THEN try_cast({0}::JSON AS MAP(VARCHAR, DOUBLE)) END"
+"""A JSON object as numbers by their names; what is no number is null."""
 _SEARCHED = "concat_ws(chr(10), text, observations, prompt, tool_calls, failure_message)"
 """What a pattern is looked for in; `^` and `$` are begin and end of a line."""
 
@@ -89,7 +99,8 @@ class RolloutIndex:
             """CREATE TABLE trajectories (run VARCHAR, file VARCHAR, purpose VARCHAR, step INTEGER, uid VARCHAR,
             sample INTEGER, environment VARCHAR, dataset VARCHAR, outcome VARCHAR, failure_kind VARCHAR,
             failure_message VARCHAR, failure_turn INTEGER, error VARCHAR, reward DOUBLE, num_turns INTEGER, tokens BIGINT,
-            stop_reason VARCHAR, prompt_excerpt VARCHAR, text_excerpt VARCHAR, solved DOUBLE)"""
+            stop_reason VARCHAR, prompt_excerpt VARCHAR, text_excerpt VARCHAR, solved DOUBLE, cut INTEGER, age INTEGER,
+            characters BIGINT, metrics MAP(VARCHAR, DOUBLE), rewards MAP(VARCHAR, DOUBLE))"""
         )
         allowed = [folder, *(each.resolve() for run in runs for each in (run.root, run.folder.rollouts))]
         self._database.execute(f"SET allowed_directories = [{', '.join(_quoted(str(each)) for each in allowed)}]")
@@ -97,13 +108,14 @@ class RolloutIndex:
         self._database.execute("SET lock_configuration = true")
 
     def close(self) -> None:
-        """Close the database."""
+        """Close the database, which is in memory and gone then."""
         self._database.close()
 
-    def refresh(self, run: Run) -> list[str]:
+    def refresh(self, run: Run, steps: tuple[float, float] = (-math.inf, math.inf)) -> list[str]:
         """Take in the files of a run that are new or have changed, and forget those that are gone; what is wrong with some.
 
-        Raises DeadlineError where that takes too long.
+        Of many files the newest come first, those of `steps` before all others; that some are left is among what is
+        returned. Raises DeadlineError where that takes too long.
         """
         with self._exclusive(run):
             taken = self._taken.setdefault(run.id, _Taken())
@@ -111,9 +123,15 @@ class RolloutIndex:
             stale = [name for name, file in taken.files.items() if now.get(name) != file]
             for name in stale:
                 self._forget(run, taken, name)
-            if new := {name: file for name, file in now.items() if name not in taken.files}:
-                self._take(run, taken, new)
-            return list(taken.problems.values())
+            if chosen := self._next_files(run, taken, now, steps):
+                self._take(run, taken, chosen)
+            problems = list(taken.problems.values())
+            if len(taken.files) < len(now):
+                problems.append(
+                    f"{run.folder.rollouts}: {len(taken.files):,} of {len(now):,} files are listed, the newest first. Each "
+                    f"question takes in more, up to {_MOST_ROWS:,} trajectories; a range of steps comes before the others"
+                )
+            return problems
 
     def rows(self, sql: str, parameters: Sequence[object] = ()) -> list[dict[str, Any]]:
         """Return what a query over the table `trajectories` gives. Raises DeadlineError, QueryError."""
@@ -232,13 +250,37 @@ class RolloutIndex:
                 usable.append(name)
         try:
             if usable:
-                self._database.execute(_SUMMARY.format(rows=self._source(run, usable)), [run.id])
+                self._database.execute(_summary(self._source(run, usable)), [run.id])
         except duckdb.Error:
             for name in usable:
                 try:
-                    self._database.execute(_SUMMARY.format(rows=self._source(run, [name])), [run.id])
+                    self._database.execute(_summary(self._source(run, [name])), [run.id])
                 except duckdb.Error as error:
                     taken.problems[name] = f"{files[name].path} cannot be read: {_first_line(error)}"
+
+    def _next_files(
+        self, run: Run, taken: _Taken, now: Mapping[str, RolloutFile], steps: tuple[float, float]
+    ) -> dict[str, RolloutFile]:
+        """Return the files that are taken in now. A table that is full gives up other steps for those that are asked for."""
+        new = {name: now[name] for name in reversed([*now]) if name not in taken.files}
+        asked = {name: file for name, file in new.items() if steps[0] <= file.step <= steps[1]}
+        if new and self._num_rows(run) >= _MOST_ROWS:
+            others = [name for name, file in taken.files.items() if not steps[0] <= file.step <= steps[1]]
+            for name in others if asked else ():
+                self._forget(run, taken, name)
+            new = asked = asked if others else {}
+        chosen: dict[str, RolloutFile] = {}
+        size = 0
+        for name, file in {**asked, **new}.items():
+            size += file.stamp[1]
+            if chosen and size > _BYTES_AT_A_TIME:
+                break
+            chosen[name] = file
+        return chosen
+
+    def _num_rows(self, run: Run) -> int:
+        found = self._database.execute("SELECT count(*) FROM trajectories WHERE run = ?", [run.id]).fetchone()
+        return int(found[0]) if found else 0
 
     def _convert(self, file: RolloutFile, path: Path) -> str:
         """Write a file's rows as Parquet; return what is wrong with it."""
@@ -267,6 +309,10 @@ class RolloutIndex:
         if writer is not None:
             writer.close()
         return problem
+
+
+def _summary(rows: str) -> str:
+    return _SUMMARY.format(rows=rows, metrics=_NUMBERS.format("metrics"), rewards=_NUMBERS.format("rewards"))
 
 
 def _quoted(text: str) -> str:

@@ -22,7 +22,9 @@ _LOG_BYTES = 2**22
 _TAIL_BYTES = 2**22
 """Of a file, in one answer."""
 _TAIL_LINES = 500
+_END_BYTES = 2**18
 _READ_TIMEOUT_S = 60.0
+_RUN_ENDED = ": the run ended"
 _LEVEL = re.compile(r"^\S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 
 
@@ -131,6 +133,18 @@ def end_of(path: Path) -> str:
     return f"{inode}-{size - len(rest)}"
 
 
+def last_lines(path: Path) -> list[bytes]:
+    """Return the whole lines at the end of a file: those in its last 256 KiB."""
+    try:
+        with path.open("rb") as file:
+            begin = max(0, _identity(file.fileno())[1] - _END_BYTES)
+            file.seek(begin)
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    return lines[1 if begin else 0 : -1]
+
+
 def log_warnings(path: Path) -> tuple[list[Json], int]:
     """Return the last warnings and errors of a log, tracebacks with them, and how many there are in what was searched."""
     try:
@@ -151,7 +165,8 @@ def log_warnings(path: Path) -> tuple[list[Json], int]:
             if is_open and line and len(found[-1]["text"]) < 20_000:
                 found[-1]["text"] += f"\n{line}"
             continue
-        if is_open := level[1] in ("WARNING", "ERROR", "CRITICAL"):
+        # The error that ended a run is told on the terminal, and its traceback is in the log alone.
+        if is_open := level[1] in ("WARNING", "ERROR", "CRITICAL") or line.endswith(_RUN_ENDED):
             total += 1
             found.append({"line": number, "level": level[1], "text": line[:20_000]})
     return list(found), total

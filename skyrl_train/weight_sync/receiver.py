@@ -58,7 +58,7 @@ class UpdatableEngine:
         return nullcontext()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Return the engine's answer."""
+        """Return the tokens that one request samples, and their log-probabilities."""
         raise NotImplementedError
 
     def receivers(self) -> list[Receiver]:

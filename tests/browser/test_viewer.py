@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ VIEWS = {
     "trajectories": {},
     "trajectory": {"purpose": "train", "step": 2, "uid": "train-1", "sample": 0},
     "failures": {},
+    "findings": {},
 }
 HOSTILE_PROMPTS = 4
 FIRST_VIEW_MS = 10_000
@@ -105,6 +109,18 @@ def test_clicks_lead_from_the_overview_to_the_numbers_of_a_token(page: Page) -> 
     assert any("NonFiniteError" in text for text in page.texts(".log li"))
 
 
+def test_findings_are_listed_and_lead_to_the_rows_that_show_them(page: Page) -> None:
+    page.open("findings", run="demo")
+    assert page.texts(".finding h2")[0].startswith("problem: Numbers are not finite")
+    assert "not_finite" in page.texts(".finding .muted")[0]
+    assert page.texts("#nav a[aria-current]") == ["Findings"] or "Findings" in page.texts("#nav a")
+    page.follow(".finding a.jump")
+    assert page.js("return location.hash").startswith("#/trajectory?")
+    assert "reward" in page.texts("aside dt")
+    page.open("findings", run="empty")
+    assert "Nothing is found to be wrong." in page.js("return document.getElementById('main').innerText")
+
+
 def test_turns_that_share_a_prefix_are_shown_as_a_tree(page: Page) -> None:
     rows = page.js(
         "return (async () => (await (await fetch('api/trajectories?run=demo&turns_min=4&limit=500')).json()).rows)()"
@@ -142,6 +158,26 @@ def test_a_link_brings_back_the_same_list(page: Page) -> None:
     assert page.texts(".found")[0].split(" in ")[0] == found
     assert page.js("return document.getElementById('search').value") == "#### (15|17)"
     assert set(page.texts("a.trajectory .reward")) == {"1"}
+
+
+def test_lists_are_narrowed_and_sorted_by_metrics_cut_answers_and_age(page: Page) -> None:
+    drawn = "return document.querySelector('a.trajectory')"
+    remarks = "return document.querySelector('a.trajectory .remarks').innerText"
+    page.open("trajectories", run="demo", metric="turns", sort="metric desc").until(drawn)
+    assert "turns 4" in page.js(remarks)
+    assert {"highest turns", "lowest turns", "most cut answers", "oldest weights"} <= {*page.texts("select option")}
+    page.open("trajectories", run="demo", metric="rewards/environment", metric_min=1).until(drawn)
+    assert {*page.texts("a.trajectory .remarks")} <= {
+        text for text in page.texts("a.trajectory .remarks") if "rewards/environment 1" in text
+    }
+    page.open("trajectories", run="demo", sort="cut desc").until(drawn)
+    assert re.match(r"[1-4]\S cut", page.js(remarks))
+    page.open("trajectories", run="demo", age_min=1).until(drawn)
+    assert all("age 1" in text for text in page.texts("a.trajectory .remarks"))
+    page.open("groups", run="demo", metric="solved", sort="metric asc").until(
+        "return document.querySelector('a.group')"
+    )
+    assert "solved 0" in page.texts("a.group .remarks")[0]
 
 
 def test_a_wrong_regular_expression_is_told_and_can_be_corrected(page: Page) -> None:
@@ -300,16 +336,39 @@ def test_no_view_is_wider_than_a_phone(page: Page, is_dark: bool) -> None:
     page.dark(False)
 
 
-def test_of_another_trainers_run_what_it_dumped_is_shown_and_nothing_else(chromium: Any) -> None:
-    with served(Path(__file__).parents[1] / "other_trainers/dumps/trl") as address:
+@pytest.mark.parametrize(
+    ("trainer", "curves", "prompt"),
+    [
+        ("trl", {"reward/mean", "reward/ends/mean", "reward/short_reward/mean"}, "What is 0 + 1?"),
+        ("verl", {"reward/mean"}, "What is "),  # `acc` and `score` repeat it
+    ],
+)
+def test_of_another_trainers_run_what_it_dumped_is_shown_and_nothing_else(
+    chromium: Any, trainer: str, curves: set[str], prompt: str
+) -> None:
+    with served(Path(__file__).parents[1] / "other_trainers/dumps" / trainer) as address:
         page = Page(chromium, address).open("overview")
         assert page.texts(".facts dt") == ["step", "reward", "failed trajectories"]
+        assert curves | {"response_length/characters"} <= {*page.texts("figure .title")}
         page.open("groups").until("return document.querySelector('a.group')")
         page.follow("a.group").follow("a.jump")
         assert page.texts(".message .role")[1].startswith("assistant")
-        assert page.texts(".message .content") == ["What is 0 + 1?", page.texts(".message.assistant .content")[0]]
+        assert prompt in page.texts(".message .content")[0]
         assert "Reward components" in page.texts("aside summary")
         assert page.texts("aside .copyable") == []
+        assert page.errors() == []
+
+
+def test_a_supervised_run_shows_its_losses_and_no_empty_panel(chromium: Any, tmp_path: Path) -> None:
+    settings = ("sft_platform=cpu", "trainer.num_steps=3", "trainer.eval_interval=1", f"output_dir={tmp_path / 'sft'}")
+    subprocess.run([sys.executable, "-m", "skyrl_train.main_sft", *settings], check=True, timeout=300)
+    with served(tmp_path / "sft") as address:
+        page = Page(chromium, address).open("overview")
+        assert {"loss", "held-out loss"} <= {*page.texts(".facts dt")}
+        assert page.texts("figure .title")[0] == "train/loss"
+        assert page.texts("section:not([hidden]) > div > .empty") == []
+        page.open("groups").until("return document.querySelector('.list .empty')")
+        assert "supervised training has none" in page.texts(".list .empty")[0]
         assert page.errors() == []
 
 

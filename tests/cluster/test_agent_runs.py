@@ -73,6 +73,7 @@ def ask(task: Any, address: Any, messages: list[Any], *, streams: bool = False) 
     return message
 
 
+@pytest.mark.nightly
 def test_vllm_tells_whoever_listens_what_it_samples() -> None:
     engine, heard = VLLMEngine(settings_apart()), []
     request = GenerationRequest(

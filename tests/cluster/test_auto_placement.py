@@ -68,7 +68,9 @@ def test_more_gpus_than_there_are_is_refused_without_waiting(found: dict[int, An
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=() if size in ("0.5B", "7B") else pytest.mark.nightly) for size in SIZES]
+)
 def test_vllm_knows_every_argument_of_the_engines_that_are_chosen(
     tmp_path: Path, size: str, count: int, offload: bool
 ) -> None:

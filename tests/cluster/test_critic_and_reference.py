@@ -58,6 +58,7 @@ def test_a_sharded_critic_gives_the_weights_and_values_of_one_process(session: R
         learner.close()
 
 
+@pytest.mark.nightly
 def test_a_reference_group_takes_the_weights_of_the_policys(session: RaySession, model_folder: Path) -> None:
     config, batch = make_config(model_folder, strategy="fsdp2"), make_batch(LENGTHS)
     reference = start_learner(settings_of(config, "reference"), config.placement, session, [SLOT])()

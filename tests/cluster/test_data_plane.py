@@ -134,6 +134,12 @@ def used_bytes() -> int:
     return int(reply.store_stats.object_store_bytes_used)
 
 
+def test_what_does_not_fit_is_told_before_and_measured_after(plane: RayPlane) -> None:
+    assert plane.room_warning(10**6) == ""
+    assert "a step's rollouts and rows may take 900 TB, and Ray's object store has" in plane.room_warning(9 * 10**14)
+    assert plane.take_metrics() == {}, "nothing was spilled"
+
+
 class Engine:
     """Has rollouts arise in a process of its own."""
 

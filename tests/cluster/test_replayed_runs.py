@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.command_runs import RAY, exported, records, relative_difference, run_command, unaccounted_share
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 NUM_STEPS = 3
 SIZES = (
@@ -51,10 +51,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
     [
-        pytest.param("single", 1, marks=pytest.mark.nightly),
-        pytest.param("fsdp2", 1, marks=pytest.mark.nightly),
+        ("single", 1),
+        ("fsdp2", 1),
         ("fsdp2", 2),
-        pytest.param("ddp", 2, marks=pytest.mark.nightly),
+        ("ddp", 2),
     ],
 )
 def test_ray_trains_the_weights_of_one_process_on_any_number_of_ranks(
@@ -70,7 +70,6 @@ def test_ray_trains_the_weights_of_one_process_on_any_number_of_ranks(
     assert unaccounted_share(found) < 0.05
 
 
-@pytest.mark.nightly
 def test_two_workers_then_one_then_two_go_on_from_each_others_checkpoints(recording: Recording, tmp_path: Path) -> None:
     for step, num_ranks in enumerate((2, 1, 2), start=1):
         ranks = ("strategy=fsdp2", f"placement.policy_num_workers={num_ranks}", f"trainer.total_steps={step}")
@@ -84,7 +83,6 @@ def test_two_workers_then_one_then_two_go_on_from_each_others_checkpoints(record
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_of_two_workers_goes_on_without_ray(recording: Recording, tmp_path: Path) -> None:
     two = (*RAY, "strategy=fsdp2", "placement.policy_num_workers=2")
     run_command(tmp_path, *recording.overrides, *two, "trainer.total_steps=2")
@@ -92,7 +90,6 @@ def test_a_checkpoint_of_two_workers_goes_on_without_ray(recording: Recording, t
     assert relative_difference(exported(tmp_path), recording.weights) < 1e-6
 
 
-@pytest.mark.nightly
 def test_a_fork_on_two_ranks_takes_the_new_rate_and_trains_as_one_in_this_process(
     recording: Recording, tmp_path: Path
 ) -> None:
@@ -117,7 +114,6 @@ def test_a_fork_on_two_ranks_takes_the_new_rate_and_trains_as_one_in_this_proces
     assert relative_difference(exported(tmp_path / "inline"), recording.weights) > 1e-4
 
 
-@pytest.mark.nightly
 def test_supervised_training_forks_from_this_process_onto_two_ranks(tmp_path: Path) -> None:
     sft = ("+experiment=sft_gsm8k", "sft_platform=cpu", "trainer.batch_size=8", "data.max_train_rows=64")
     alone = ("data.validation=[]", "trainer.eval_samples=0", f"data.cache_dir={tmp_path / 'cache'}")

@@ -65,11 +65,12 @@ def require_the_same(found: Path, expected: Path) -> None:
 
 def figures(folder: Path) -> list[dict[str, Any]]:
     return [
-        {name: value for name, value in record.items() if not name.startswith(("timing/", "run/restarts"))}
+        {name: value for name, value in record.items() if not name.startswith(("timing/", "memory/", "run/restarts"))}
         for record in records(folder)
     ]
 
 
+@pytest.mark.nightly
 def test_ranks_that_are_killed_and_stopped_lead_to_restarts_that_equal_a_resume_by_hand(tmp_path: Path) -> None:
     said = struck(tmp_path / "struck", "SIGKILL@2,SIGSTOP@4", *TWO, "placement.silence_timeout_s=5")
 

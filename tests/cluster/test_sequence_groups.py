@@ -12,8 +12,7 @@ from torch import Tensor
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config import Config
 from skyrl_train.errors import ModelError
-from tests.support.command_runs import RAY, exported, records, run_command
-from tests.support.command_runs import relative_difference as distance_of_files
+from tests.support.command_runs import RAY, exported, records, relative_difference as distance_of_files, run_command
 from tests.support.learner_cases import make_batch, policy_of
 from tests.support.ray_learners import (
     LENGTHS,

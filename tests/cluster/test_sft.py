@@ -14,7 +14,8 @@ from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config import SFTConfig, sft_learner_settings
+from skyrl_train.config import SFTConfig
+from skyrl_train.config.derived import sft_learner_settings
 from skyrl_train.config.models import LoraConfig, ModelConfig, OptimizerConfig, StrategyConfig
 from skyrl_train.data.sft import ExampleSet, PackedDataCollator, SourcePart, store_of
 from skyrl_train.interfaces import Learner

@@ -46,7 +46,8 @@ def step(learner: Learner) -> tuple[float, float]:
     return metrics["loss/total"].value, redone.value if redone else 0.0
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_find_one_budget_and_train_as_one_process_does(
     session: RaySession, model_folder: Path, tmp_path: Path, strategy: str
 ) -> None:

@@ -30,7 +30,7 @@ from skyrl_train.weights import stored_weights
 from tests.support.ray_learners import SLOT, make_config
 from tests.support.vllm_apart import moved
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 VERSION = 3
@@ -186,7 +186,6 @@ def answers(rollouts: Rollouts, index: int, name: str) -> GenerationOutput:
     return output
 
 
-@pytest.mark.nightly
 def test_an_engine_whose_place_was_taken_while_the_policy_trained_joins_with_the_next_weights(
     rollouts: Rollouts,
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_prefix_cache_serves_requests_of_one_version(
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 128)
 
 
+@pytest.mark.nightly
 def test_a_request_that_waits_for_its_turn_is_of_the_weights_that_it_begins_with(
     endless: None, models: list[PreTrainedModel]
 ) -> None:

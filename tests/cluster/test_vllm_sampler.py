@@ -12,7 +12,7 @@ from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import SamplingParams
 from tests.support.vllm_draws import CONFIG, ask, check_draws, check_repetition
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def test_seeds_of_the_engine_do_not_repeat_a_response(engine: VLLMEngine) -> Non
     "truncation",
     [
         {"top_p": 0.8},
-        pytest.param({"top_k": 12}, marks=pytest.mark.nightly),
-        pytest.param({"min_p": 0.02}, marks=pytest.mark.nightly),
+        {"top_k": 12},
+        {"min_p": 0.02},
         {},
     ],
     ids=str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -299,6 +300,21 @@ def check_error_names_the_cause(run: Run) -> None:
     """The error of a datum with a missing field names the field."""
     bad = BAD_DATUMS["there are no weights"]
     assert "weights" in refused(lambda: run.forward_backward([bad]))
+
+
+@pytest.mark.parametrize("where", ["an address of the server's own network", "file:///etc/passwd"])
+def check_location_of_an_image(session: Session, where: str) -> None:
+    """An image that is said to lie at {where} is refused in a prompt, and nobody goes there to fetch it."""
+    sampler = session.sampler()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = f"http://127.0.0.1:{listener.getsockname()[1]}/image.png"
+        location = where if where.startswith("file:") else here
+        image = {"type": "image_asset_pointer", "format": "png", "location": location, "expected_tokens": 2}
+        refused(lambda: sampler.sample({"chunks": [*model_input(PROBES[0])["chunks"], image]}))
+        listener.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert sampler.sample(PROBES[0])["sequences"]
 
 
 @pytest.mark.since("0.25")

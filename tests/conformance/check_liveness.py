@@ -56,7 +56,7 @@ def check_poll_is_not_spinning(pending: tuple[Run, dict[str, str], Answer]) -> N
 
 
 def check_poll_wakes(session: Session) -> None:
-    """A poll that is held is answered as soon as the result is there."""
+    """A poll that is held is answered as soon as the result is there: within a moment and the time that a pass takes."""
     run = session.model()
     later, found = run.submit_pass(DATA, seq=2), []
 
@@ -67,10 +67,11 @@ def check_poll_wakes(session: Session) -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     time.sleep(0.2)
+    begun = time.perf_counter()
     session.server.wait(run.submit_pass(DATA, seq=1))
     done = time.perf_counter()
     thread.join()
-    assert found[0] - done < 0.6
+    assert found[0] - done < 0.6 + (done - begun)  # the later pass is computed in between
 
 
 def check_finished_is_answered_at_once(run: Run) -> None:

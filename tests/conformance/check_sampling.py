@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,47 @@ def check_no_stop_at_all(sampler: Sampler) -> None:
     """An empty list of stops runs to max_tokens, past every end of text."""
     answer = sampler.sample(PROMPT, {"max_tokens": 60, "stop": [], "seed": 2}, num_samples=16)
     assert {(len(each["tokens"]), each["stop_reason"]) for each in answer["sequences"]} == {(60, "length")}
+
+
+def stopped_by(sampler: Sampler, stop: Any) -> Any:
+    return one(sampler.sample(PROMPT, {"temperature": 0.0, "stop": stop, "max_tokens": 24}))
+
+
+def first_with(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> int:
+    """How many tokens there are when their text has the stop string for the first time."""
+    return next(length for length in range(1, len(tokens) + 1) if text in decode(tokens[:length]))
+
+
+@pytest.mark.needs_tokenizer
+@pytest.mark.parametrize("listed", [True, False])
+def check_stop_string(sampler: Sampler, decode: Callable[[list[int]], str], listed: bool) -> None:
+    """A stop string, in a list: {listed}, ends a sample at the token that completes it, and the reason is 'stop'."""
+    tokens, place = greedy_stop(sampler)
+    text = decode(tokens[: place + 1]).removeprefix(decode(tokens[:place]))
+    found = stopped_by(sampler, [text] if listed else text)
+    assert found["tokens"] == tokens[: first_with(decode, tokens, text)]
+    assert found["stop_reason"] == "stop"
+    assert len(found["logprobs"]) == len(found["tokens"])
+
+
+@pytest.mark.needs_tokenizer
+def check_stop_string_across_tokens(sampler: Sampler, decode: Callable[[list[int]], str]) -> None:
+    """A stop string that begins in one token and ends in the next ends a sample."""
+    tokens, place = greedy_stop(sampler)
+    before, whole = decode(tokens[:place]), decode(tokens[: place + 1])
+    text = before[-1] + whole.removeprefix(before)[:1]
+    found = stopped_by(sampler, [text])
+    assert found["tokens"] == tokens[: first_with(decode, tokens, text)]
+    assert found["stop_reason"] == "stop"
+
+
+@pytest.mark.needs_tokenizer
+def check_stop_string_that_does_not_come(sampler: Sampler) -> None:
+    """A stop string that does not come ends nothing."""
+    tokens, _ = greedy_stop(sampler)
+    found = stopped_by(sampler, ["a string that no greedy continuation holds"])
+    assert found["tokens"] == tokens
+    assert found["stop_reason"] == "length"
 
 
 def check_top_k_of_one(sampler: Sampler) -> None:

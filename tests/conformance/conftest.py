@@ -46,6 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtype", choices=("float32", "bfloat16"), default="float32", help="what the server computes in")
     group.addoption("--lr", type=float, default=0.01, help="learning rate that moves log-probabilities by some percent")
     group.addoption("--restart", help="command that kills the server and starts it again with the same state")
+    group.addoption(
+        "--tokenizer", help="folder or tokenizer.json of the model; without it stop strings are not checked"
+    )
     group.addoption("--report", help="write the report to this path with .json and .md added")
     group.addoption("--reference", default=str(HERE / "reference.py"), help="the reference server to start")
 
@@ -69,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (item.get_closest_marker("full") and config.getoption("--profile") == "core")
             or (item.get_closest_marker("needs_restart") and not (reference or config.getoption("--restart")))
             or (item.get_closest_marker("needs_other_key") and not (reference or config.getoption("--other-key")))
+            or (item.get_closest_marker("needs_tokenizer") and not (reference or config.getoption("--tokenizer")))
             or (since and sdk < version(since.args[0]))
         ):
             dropped.append(item)
@@ -145,20 +149,36 @@ def other(request: pytest.FixtureRequest, server: Server) -> Server:
 
 @pytest.fixture
 def restart(request: pytest.FixtureRequest, started: ReferenceServer | None, server: Server) -> Any:
+    from driver import DEADLINE_S
+
     def run() -> None:
         if started is not None:
             started.restart()
         else:
             subprocess.run(shlex.split(request.config.getoption("--restart")), check=True)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 if server.send("GET", "healthz").status == 200:
                     return
             time.sleep(0.1)
-        raise TimeoutError("the server did not come back within 120 s")
+        raise TimeoutError(f"the server did not come back within {DEADLINE_S:g} s")
 
     return run
+
+
+@pytest.fixture(scope="session")
+def decode(request: pytest.FixtureRequest, started: ReferenceServer | None) -> Any:
+    """A function from token ids to their text."""
+    if started is not None:
+        from softmax import text_of
+
+        return text_of
+    from tokenizers import Tokenizer
+
+    path = Path(request.config.getoption("--tokenizer"))
+    loaded = Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+    return lambda tokens: loaded.decode(list(tokens), skip_special_tokens=False)
 
 
 @pytest.fixture(scope="session")

@@ -82,9 +82,10 @@ class Server:
                 response = connection.getresponse()
                 read = response.read()
                 break
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                self._local.connection = None
-                if attempt == 1:
+            except (OSError, http.client.HTTPException) as error:
+                self._local.connection = None  # it takes no request any more, a server that is starting included
+                closed = isinstance(error, http.client.RemoteDisconnected | BrokenPipeError | ConnectionResetError)
+                if attempt == 1 or not closed:
                     raise
         if response.will_close:
             self._local.connection = None

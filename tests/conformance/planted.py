@@ -277,6 +277,33 @@ BUGS = [
         '"tokens": tokens[: len(tokens) - (reason == "stop")], "logprobs": logprobs[: len(tokens) - (reason == "stop")]})',
     ),
     bug(
+        "stop_strings_are_passed_over",
+        "strings among the stops end nothing",
+        "sampling.stop_string[True]",
+        "return tokens[-1] in ends or any(text in written for text in texts)",
+        "return tokens[-1] in ends",
+    ),
+    bug(
+        "stop_strings_within_a_token",
+        "a stop string is looked for in the newest token alone",
+        "sampling.stop_string_across_tokens",
+        "written = text_of(tokens)",
+        "written = text_of(tokens[-1:])",
+    ),
+    bug(
+        "images_are_fetched",
+        "where an image is said to lie is gone to before the image is refused",
+        "limits.location_of_an_image[an address of the server's own network]",
+        '    chunks = model_input["chunks"]\n',
+        '    import urllib.request\n\n    chunks = model_input["chunks"]\n'
+        "    for chunk in chunks:\n"
+        '        if str(chunk.get("location", "")).startswith("http:"):\n'
+        "            try:\n"
+        '                urllib.request.urlopen(chunk["location"], timeout=0.3)\n'
+        "            except OSError:\n"
+        "                pass\n",
+    ),
+    bug(
         "first_prompt_token_is_scored",
         "the first prompt token has a log-probability of 0 instead of none",
         "sampling.prompt_logprobs",

@@ -141,20 +141,21 @@ def sample(weights: np.ndarray, given: Json, name: str, over: Callable[[], bool]
     require(count >= 1 and limit >= 1, "num_samples and max_tokens must be at least 1")
     require(len(prompt) + limit <= CONTEXT, f"prompt and max_tokens take more than the context of {CONTEXT} tokens")
     require(temperature >= 0 and 0 < top_p <= 1 and top_k != 0, "temperature, top_p or top_k is out of range")
-    ends = {END} if params.get("stop") is None else set(params["stop"])
-    require(all(isinstance(end, int) for end in ends), "stop strings need a tokenizer: send token ids")
+    stop = params.get("stop")
+    texts = [stop] if isinstance(stop, str) else [each for each in stop or [] if isinstance(each, str)]
+    ends = {END} if stop is None or texts else set(stop)
     seed = int(short(name), 16) if params.get("seed") is None else abs(params["seed"])
     rows, matrix, sequences = hidden(prompt), UNEMBEDDING + weights, []
     for index in range(count):
         numbers, state, scores = np.random.default_rng([seed, index]), rows[-1], []
         tokens: list[int] = []
-        while len(tokens) < limit and not (tokens and tokens[-1] in ends):
+        while len(tokens) < limit and not (tokens and ended(tokens, ends, texts)):
             require(not over(), "cancelled by the client")
             scores.append(log_softmax(state @ matrix))
             tokens.append(draw(scores[-1], temperature, top_k, top_p, numbers))
             state = 0.5 * state + EMBEDDING[tokens[-1]]
         logprobs = [float(each[token]) for each, token in zip(scores, tokens)]
-        reason = "stop" if tokens[-1] in ends else "length"
+        reason = "stop" if ended(tokens, ends, texts) else "length"
         sequences.append({"stop_reason": reason, "tokens": tokens, "logprobs": logprobs})
         if given.get("topk_sample_logprobs"):
             sequences[-1]["topk_logprobs"] = [best(each, given["topk_sample_logprobs"]) for each in scores]
@@ -168,6 +169,16 @@ def sample(weights: np.ndarray, given: Json, name: str, over: Callable[[], bool]
     if wide := given.get("topk_prompt_logprobs"):
         answer["topk_prompt_logprobs"] = [None] * first + [best(row, wide) for row in scored[first - 1 :]]
     return answer
+
+
+def text_of(tokens: list[int]) -> str:
+    """What tokens say, in the simplest of all languages."""
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def ended(tokens: list[int], ends: set[int], texts: list[str]) -> bool:
+    written = text_of(tokens)
+    return tokens[-1] in ends or any(text in written for text in texts)
 
 
 def draw(logprobs: np.ndarray, temperature: float, top_k: int, top_p: float, numbers: np.random.Generator) -> int:

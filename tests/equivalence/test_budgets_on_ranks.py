@@ -153,7 +153,7 @@ def trace_rank(rank: int, folder: Path, name: str) -> list[tuple[str, int, int]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_a_traced_step_takes_what_a_rank_takes(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly where it has replicas, closely where gathered parameters and gradients on their way are counted."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

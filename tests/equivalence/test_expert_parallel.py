@@ -161,7 +161,7 @@ def go_on(rank: int, folder: Path, spread: tuple[str, ...]) -> WentOn:
         batch = shard_of(rank, 4).batch
         scores = learner.forward(batch)
         synced[name] = _distance_of_scores(dict(learner.weights()), batch, scores)
-        whole = learner.engine.whole_state_dict()
+        whole = learner.whole_state_dict()
         if rank == 0:
             exported[name] = _distance_of_scores(whole, batch, scores)
     return WentOn(weights=weights, synced=synced, exported=exported)

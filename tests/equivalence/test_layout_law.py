@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -99,6 +98,7 @@ def require_the_gradient_of_the_plainest(model, loss, reduction, regime, batch_o
     assert_same_gradient(learner_gradient(model, step, batch_of, layout, regime), expected)
 
 
+@pytest.mark.slow
 @DRAWN
 @given(
     reduction=st.sampled_from(sorted(LOSS_REDUCTIONS)),

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from skyrl_train.algorithms.losses import ValueLossInputs, value_loss
@@ -107,6 +106,7 @@ def test_every_reduction_has_one_gradient(learner: PolicyLearner, reduction: str
         assert distance(found, expected) < TOLERANCE, (layout, merge)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -124,6 +124,7 @@ def test_random_trees_have_one_gradient(
     assert distance(gradient(learner, batch, regime=regime), expected) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["drawn", "own"])
 @pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
 def test_recomputed_activations_give_the_same_gradient(

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from skyrl_train.batch import TrainingInputBatch
@@ -47,6 +46,7 @@ def one_by_one(critic: CriticLearner, batch: TrainingInputBatch) -> Tensor:
     return flat_gradient(critic)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from skyrl_train.config.models import StrategyConfig, mesh_sizes
-from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SingleProcess
-from skyrl_train.distributed import make_strategy as strategy_of
+from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SingleProcess, make_strategy as strategy_of
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance
 from tests.support.moe_cases import EXPERTS

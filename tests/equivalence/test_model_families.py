@@ -70,6 +70,7 @@ def rows_of(batch: TrainingInputBatch) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
+@pytest.mark.slow
 def test_padded_rows_have_the_scores_and_the_gradient_of_rows_alone(folder: Path) -> None:
     batch = tree_batch(1)
     algorithm = AlgorithmConfig(kl_loss_coef=0.0, entropy_coef=0.0)
@@ -120,6 +121,7 @@ def test_samples_have_the_model_s_log_probabilities_whatever_the_batch(folder: P
     assert together[0][0][:6] != together[3][0][:6]  # the same prompt, another seed
 
 
+@pytest.mark.slow
 def test_a_step_of_grpo_trains_what_is_exported(
     family: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,7 @@ def run_rank(rank: int, folder: Path, model: Path, kinds: Sequence[str]) -> dict
             learner.engine.offloader.offload()
             learner.engine.offloader.onload(optimizer=True)
             norm = step(learner, 2, share, shares)
-            found[name][source] = Found(weights=learner.engine.whole_state_dict(), norm=norm)
+            found[name][source] = Found(weights=learner.whole_state_dict(), norm=norm)
         learner.export_hf(folder / f"export {name}")
     return found
 
@@ -157,7 +157,7 @@ def test_each_goes_on_from_the_checkpoint_of_every_other(
         step(alone, seed)
     alone.save(tmp_path / ALONE)
     norm = step(alone, 2)
-    expected = Found(weights=alone.engine.whole_state_dict(), norm=norm)
+    expected = Found(weights=alone.whole_state_dict(), norm=norm)
     assert norm > 2 * OPTIMIZER.max_grad_norm
     found: dict[str, dict[str, Found]] = on_ranks(run_rank, tmp_path, model, kinds, num_ranks=4, deadline_s=TIMEOUT_S)[
         0
@@ -165,7 +165,7 @@ def test_each_goes_on_from_the_checkpoint_of_every_other(
     for source in kinds:
         alone.load(tmp_path / source)
         again = step(alone, 2)
-        found.setdefault(ALONE, {})[source] = Found(weights=alone.engine.whole_state_dict(), norm=again)
+        found.setdefault(ALONE, {})[source] = Found(weights=alone.whole_state_dict(), norm=again)
     counts = {**dict.fromkeys(kinds, len(kinds) + 1), ALONE: len(kinds)}
     assert {name: len(sources) for name, sources in found.items()} == counts
     for name, sources in found.items():

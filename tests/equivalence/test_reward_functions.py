@@ -23,15 +23,8 @@ from skyrl_train.rollout import RolloutGenerator
 from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import GenerationRequest, RolloutBatch, SamplingParams
-from tests.support.fakes import (
-    FAKE_ENVIRONMENT,
-    FakeEngine,
-    FakeEnvironment,
-    go_on_with,
-    make_prompts,
-    make_tiny_model,
-    make_tokenizer,
-)
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, go_on_with
+from tests.support.fakes import FakeEngine, make_prompts, make_tiny_model, make_tokenizer
 from tests.support.learner_cases import make_learner
 
 TOKENIZER = make_tokenizer()

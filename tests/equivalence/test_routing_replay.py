@@ -21,9 +21,9 @@ from tests.support.layouts import (
     assert_same_gradient,
     closed,
     fixed_rollouts,
+    flat_gradient as gradient_of,
     learner_gradient,
 )
-from tests.support.layouts import flat_gradient as gradient_of
 from tests.support.moe_cases import (
     NUM_EXPERTS,
     NUM_LAYERS,

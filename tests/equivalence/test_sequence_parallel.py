@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import distributed
 
-from skyrl_train.batch.layouts import LAYOUTS as PLAIN
-from skyrl_train.batch.layouts import make_layout
+from skyrl_train.batch.layouts import LAYOUTS as PLAIN, make_layout
 from skyrl_train.batch.steps import stage
 from skyrl_train.distributed import SequenceGroup
 from skyrl_train.model import hidden_states

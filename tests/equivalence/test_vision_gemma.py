@@ -16,11 +16,24 @@ from skyrl_train.images import ImageSpan
 from skyrl_train.inference import Decoder
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.layout_cases import use_layout
-from tests.support.layouts import Layout, Step, assert_same_gradient, closed, fixed_rollouts, learner_of
-from tests.support.layouts import flat_gradient as gradient_of
+from tests.support.layouts import (
+    Layout,
+    Step,
+    assert_same_gradient,
+    closed,
+    fixed_rollouts,
+    flat_gradient as gradient_of,
+    learner_of,
+)
 from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_gemma_image, with_gemma_images
-from tests.support.vision_engines import Prompt, difference, image_prompt, later_turns, requests_of
-from tests.support.vision_engines import learner_of as learner_of_model
+from tests.support.vision_engines import (
+    Prompt,
+    difference,
+    image_prompt,
+    later_turns,
+    learner_of as learner_of_model,
+    requests_of,
+)
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
 

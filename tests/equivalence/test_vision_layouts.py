@@ -22,10 +22,10 @@ from tests.support.layouts import (
     assert_same_gradient,
     closed,
     fixed_rollouts,
+    flat_gradient as gradient_of,
     learner_gradient,
     learner_of,
 )
-from tests.support.layouts import flat_gradient as gradient_of
 from tests.support.vision_cases import make_vlm, own_arguments, with_images
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))

@@ -82,6 +82,10 @@ class FileOperations:
         # What `shutil.rmtree` removes is named within a folder that is open.
         if not (named.startswith(self._folder) or (event in ("os.remove", "os.rmdir") and not os.path.isabs(named))):
             return
+        self.add()
+
+    def add(self) -> None:
+        """Count one more; where it is the one before which the process is killed, it is."""
         with self._lock:
             self.count += 1
             if self.count == self._killed_at:

@@ -107,8 +107,8 @@ KINDS = {
 }
 """The module and the overrides of each kind of run. Supervised: batches made ahead, two ends of an epoch. On GPUs: engines
 and ranks on all that there are."""
-MEASURED = {"gpu": ("timing/", "memory/")}
-"""Prefixes of metrics that are measured, and differ from run to run; timings alone where a kind is not named."""
+MEASURED = ("timing/", "memory/")
+"""Prefixes of metrics that are measured, and differ from run to run."""
 
 
 def command(folder: Path, words: Sequence[str]) -> list[str]:
@@ -144,12 +144,11 @@ def run_to_the_end(folder: Path, words: Sequence[str]) -> float:
     return time.monotonic() - begun
 
 
-def result(folder: Path, kind: str) -> RunResult:
+def result(folder: Path) -> RunResult:
     lines = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        measured = MEASURED.get(kind, ("timing/",))
-        lines.append(json.dumps({k: v for k, v in record.items() if not k.startswith(measured)}, sort_keys=True))
+        lines.append(json.dumps({k: v for k, v in record.items() if not k.startswith(MEASURED)}, sort_keys=True))
     weights = (folder / "export" / "model.safetensors").read_bytes()
     return RunResult(tuple(lines), hashlib.sha256(weights).hexdigest())
 
@@ -225,7 +224,7 @@ def one(
     reached: list[str] = []
     try:
         reached = trial(folder, words, points)
-        found = differences(expected, result(folder, kind))
+        found = differences(expected, result(folder))
     except (OSError, ValueError, RuntimeError) as error:
         found = [str(error)]
     print(
@@ -255,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as scratch, ThreadPoolExecutor(args.jobs) as pool:
         root = args.output or Path(scratch)
         start_s, whole_s = measure(root / "undisturbed", words)
-        expected = result(root / "undisturbed", args.kind)
+        expected = result(root / "undisturbed")
         print(
             f"undisturbed: {whole_s:.1f} s of processor time, {start_s:.1f} s of it before the folder is prepared, "
             f"{len(expected.metrics)} metric lines, {expected.weights_sha256[:12]}",

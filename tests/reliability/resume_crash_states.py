@@ -95,8 +95,7 @@ def load_config(kind: Kind, model: Path) -> Config | SFTConfig:
 
 def train(config: Config | SFTConfig) -> None:
     """What the entry points call."""
-    from skyrl_train.runs import train as train_rl
-    from skyrl_train.runs import train_sft
+    from skyrl_train.runs import train as train_rl, train_sft
 
     if isinstance(config, SFTConfig):
         train_sft(config)

@@ -13,6 +13,7 @@ from tests.support.command_runs import TIMEOUT_S
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_killed_run_makes_nothing_twice_and_its_replay_gives_its_weights() -> None:
     words = [sys.executable, "-m", "tests.reliability.kill_and_resume", "--kind", "stream"]

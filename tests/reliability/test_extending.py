@@ -96,6 +96,7 @@ def test_one_custom_part_of_each_kind_trains_on_two_ranks(tmp_path: Path) -> Non
     assert syncs[0]["probe_difference"] < 1e-3, "it computes with the weights that the custom transport brought"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_custom_parts_of_supervised_training_train(tmp_path: Path) -> None:
     output = tmp_path / "run"
@@ -109,6 +110,7 @@ def test_custom_parts_of_supervised_training_train(tmp_path: Path) -> None:
     assert lines == [{"step": step["step"], "train/loss": step["train/loss"]} for step in metrics]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_reward_of_the_guide(tmp_path: Path) -> None:
     sizes = ("trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "trainer.critic_mini_batch_size=2")

@@ -16,7 +16,7 @@ from examples.judge.stub_judge import MODEL, StubJudge, points
 from tests.support.command_runs import records, run_command, start_command, wait_for
 from tests.support.reward_model_cases import save_reward_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ("--config-dir", str(ROOT / "examples" / "judge" / "conf"), "+experiment=judge", "platform=cpu")
@@ -39,10 +39,9 @@ def trajectories(folder: Path, step: int) -> list[dict[str, Any]]:
 
 def comparable(folder: Path) -> list[dict[str, Any]]:
     """Metrics without what depends on the machine."""
-    return [{k: v for k, v in each.items() if not k.startswith("timing/")} for each in records(folder)]
+    return [{k: v for k, v in each.items() if not k.startswith(("timing/", "memory/"))} for each in records(folder)]
 
 
-@pytest.mark.nightly
 def test_the_example_trains_on_the_grades_of_the_sampled_texts_and_replays_without_a_judge(
     judge: StubJudge, tmp_path: Path
 ) -> None:
@@ -98,7 +97,6 @@ def test_a_run_that_is_killed_while_it_is_judged_goes_on_with_the_replies_it_has
     assert judge.asked[0]["model"] == MODEL
 
 
-@pytest.mark.nightly
 def test_a_run_does_not_go_on_with_another_reward_model(tmp_path: Path) -> None:
     folder = save_reward_model(tmp_path / "model")
     reward = f"environment.reward={{_target_: model, path: {folder}}}"

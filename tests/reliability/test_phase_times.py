@@ -15,7 +15,9 @@ from tests.support.command_runs import records, run_command, unaccounted_share
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "kind", ["rl", pytest.param("sft", marks=pytest.mark.nightly), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 def test_the_phases_of_each_step_add_up_to_the_step(kind: str, tmp_path: Path) -> None:
     module, *overrides = KINDS[kind]
     run_command(tmp_path, *overrides, module=module)

@@ -51,9 +51,9 @@ QUICK = [("forks twice", "killed"), ("starts 200 children", "at its end")]
 
 def named(mark: str) -> list[str]:
     found = []
-    for path in Path("/proc").glob("[0-9]*/comm"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            found += [path.parent.name] * (path.read_text().strip() == mark)
+            found += [path.name] * ((path / "comm").read_text().strip() == mark)
         except OSError:
             continue
     return found

@@ -64,7 +64,13 @@ def test_a_command_that_is_interrupted_while_it_starts_says_so_in_a_line() -> No
     for module in ("main", "main_sft", "main_generate"):
         for signum, delay_s in ((signal.SIGINT, 0.3), (signal.SIGHUP, 0.9)):
             process = subprocess.Popen(
-                [sys.executable, "-c", f"import skyrl_train.{module} as m; print(flush=True); m.main()", "--help"],
+                [
+                    sys.executable,
+                    "-c",
+                    f"import skyrl_train.{module} as m; print(flush=True); m.main()",
+                    "--cfg",
+                    "job",
+                ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -85,7 +91,7 @@ def test_a_command_that_is_interrupted_while_it_starts_says_so_in_a_line() -> No
     [
         ("skyrl_train.main", RL, signal.SIGHUP, "trainer.total_steps"),
         pytest.param("skyrl_train.main", RL, signal.SIGUSR1, "trainer.total_steps", marks=pytest.mark.nightly),
-        ("skyrl_train.main_sft", SFT, signal.SIGUSR1, "trainer.num_steps"),
+        pytest.param("skyrl_train.main_sft", SFT, signal.SIGUSR1, "trainer.num_steps", marks=pytest.mark.nightly),
         pytest.param("skyrl_train.main", (*RL, *RAY), signal.SIGHUP, "trainer.total_steps", marks=pytest.mark.nightly),
     ],
 )
@@ -112,7 +118,10 @@ def test_a_signal_in_a_step_leaves_its_checkpoint_and_the_command_goes_on_from_t
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "overrides"),
-    [("skyrl_train.main", (*RL, "trainer.total_steps=1")), ("skyrl_train.main_sft", (*SFT, "trainer.num_steps=1"))],
+    [
+        pytest.param("skyrl_train.main", (*RL, "trainer.total_steps=1"), marks=pytest.mark.nightly),
+        ("skyrl_train.main_sft", (*SFT, "trainer.num_steps=1")),
+    ],
 )
 def test_a_signal_in_the_last_step_finishes_the_run(
     module: str, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +141,7 @@ def test_a_signal_in_the_last_step_finishes_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", ["by a second signal", "by the grace time"])
+@pytest.mark.parametrize("ends", ["by a second signal", pytest.param("by the grace time", marks=pytest.mark.nightly)])
 def test_a_step_that_only_generates_is_given_up(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, block = tmp_path / "run", tmp_path / "block"
     (tmp_path / "blocking.py").write_text(BLOCKING.format(block=str(block)), encoding="utf-8")

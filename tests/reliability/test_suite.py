@@ -24,7 +24,7 @@ def why_nothing_can_be_recorded() -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(part.name, marks=pytest.mark.nightly if part.name in ("kills_rl", "kills_sft") else ())
+        pytest.param(part.name, marks=pytest.mark.nightly if part.name != "bit_flips" else ())
         for part in PARTS
         if part.sample
     ],

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from skyrl_train.types import ChatMessage, GenerationOutput, GenerationRequest, Prompt, StopReason
+from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, StopReason
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -116,69 +115,3 @@ def make_output(token_ids: Sequence[int], **changes: Any) -> GenerationOutput:
         "weight_version": 7,
     }
     return GenerationOutput(**{**fields, **changes})
-
-
-class FakeEnvironment:
-    """An environment that follows its data row.
-
-    `extras["steps"]` lists what each `step` returns; `extras["raise_in"]` and `extras["hang_in"]` name a method that
-    raises `extras["error"]`, or waits for `FakeEnvironment.release`.
-    """
-
-    release = threading.Event()
-    closed: list[FakeEnvironment] = []  # noqa: RUF012
-
-    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
-        self.env_config = env_config
-        self.extras = dict(extras or {})
-        self.num_steps = 0
-        self.threads = {threading.get_ident()}
-        # Its own test's: one that hung in an earlier test may still be on its way out.
-        self._release, self._closed = type(self).release, type(self).closed
-        self._enter("construction")
-
-    @classmethod
-    def reset(cls) -> None:
-        cls.release = threading.Event()
-        cls.closed = []
-
-    def init(self, prompt: list[ChatMessage]) -> tuple[Any, dict[str, Any]]:
-        self._enter("init")
-        return self.extras.get("first_messages", prompt), {}
-
-    def step(self, action: str) -> Any:
-        self._enter("step")
-        steps = self.extras.get("steps", [done_with(1.0)])
-        self.num_steps += 1
-        return steps[self.num_steps - 1]
-
-    def close(self) -> None:
-        self._closed.append(self)
-        self._enter("close")
-
-    def get_metrics(self) -> dict[str, Any]:
-        self._enter("get_metrics")
-        return {"steps": self.num_steps, "note": "text is left out", "infinite": float("inf")}
-
-    def _enter(self, method: str) -> None:
-        self.threads.add(threading.get_ident())
-        if self.extras.get("raise_in") == method:
-            raise self.extras.get("error", ValueError("unknown city 'Oz'"))
-        if self.extras.get("hang_in") == method:
-            self._release.wait(timeout=30)
-
-
-FAKE_ENVIRONMENT = "tests.support.fakes:FakeEnvironment"
-
-
-def done_with(reward: Any) -> dict[str, Any]:
-    return {"observations": [], "reward": reward, "done": True, "metadata": {}}
-
-
-def go_on_with(observation: str, reward: Any = 0.0) -> dict[str, Any]:
-    return {
-        "observations": [{"role": "user", "content": observation}],
-        "reward": reward,
-        "done": False,
-        "metadata": {},
-    }

@@ -46,6 +46,7 @@ from skyrl_train.trainers import (
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
     resume_settings,
+    settings_of,
 )
 from skyrl_train.trainers.evaluation import Evaluator
 from skyrl_train.types import (
@@ -349,7 +350,11 @@ class FakeRun:
     def start(self) -> Start:
         data = DataFingerprint.of(self.prompts)
         return find_start(
-            resume_settings(self.config), self.folder, self.checkpoints, data=data, total_steps=self.plan.total_steps
+            resume_settings(self.config.trainer, settings_of(self.config), type(self.config)),
+            self.folder,
+            self.checkpoints,
+            data=data,
+            total_steps=self.plan.total_steps,
         )
 
     def run(self) -> TrainingResult | None:
@@ -433,4 +438,5 @@ def send_signal_at(step: int, signum: int = signal.SIGTERM) -> Callable[[int, st
 
 def records_without_timings(path: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in record.items() if not name.startswith("timing/")} for record in records]
+    measured = ("timing/", "memory/")
+    return [{name: value for name, value in record.items() if not name.startswith(measured)} for record in records]

@@ -15,16 +15,8 @@ from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.rollout import AdmissionSettings, ConsumedPrompts, Journal, RolloutGenerator
 from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
-from tests.support.fakes import (
-    FAKE_ENVIRONMENT,
-    FakeEngine,
-    FakeEnvironment,
-    done_with,
-    go_on_with,
-    make_output,
-    make_prompts,
-    make_tokenizer,
-)
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
+from tests.support.fakes import FakeEngine, make_output, make_prompts, make_tokenizer
 from tests.support.fakes_resumable import TURNS
 
 TOKENIZER = make_tokenizer()

@@ -16,8 +16,7 @@ from skyrl_train.config.fields import LayoutName
 from skyrl_train.model import quiet_transformers
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
 from tests.support.layout_cases import use_layout
-from tests.support.layouts import Layout, Step, closed, learner_of
-from tests.support.layouts import flat_gradient as gradient_of
+from tests.support.layouts import Layout, Step, closed, flat_gradient as gradient_of, learner_of
 from tests.support.learner_cases import VOCABULARY, make_double, save_tiny_tokenizer
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 8, 2, 2

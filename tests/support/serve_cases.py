@@ -19,8 +19,9 @@ NEEDS_SCHEMA = "skyrl-serve needs the extra serve: tinker's protobuf schema"
 
 
 def datum(tokens: Sequence[int], targets: Sequence[int] | None = None, **inputs: Sequence[float]) -> dict[str, Any]:
-    """An example in JSON, as SDK 0.24 sends it; the targets are the next tokens unless given."""
+    """An example in JSON, as SDK 0.24 sends it; the targets are the next tokens, and the weights 1, unless given."""
     chosen = [*tokens[1:], 7] if targets is None else list(targets)
+    inputs = {"weights": [1.0] * len(chosen), **inputs}
     tensors: dict[str, Any] = {"target_tokens": {"data": chosen, "dtype": "int64", "shape": [len(chosen)]}}
     for name, values in inputs.items():
         tensors[name] = {"data": list(values), "dtype": "float32", "shape": [len(values)]}
@@ -101,14 +102,17 @@ class Caller:
 
 
 @contextmanager
-def serving(folder: Path, **service: Any) -> Iterator[Any]:
+def serving(folder: Path, *settings: str, **service: Any) -> Iterator[Any]:
     """The HTTP client of a server, which ends as at a signal."""
     from starlette.testclient import TestClient
 
+    from skyrl_train.config.derived import learner_settings
     from skyrl_train.serve import Models, Service, make_app
 
-    config = load_config("generator.sampling.temperature=1.0", settings={"output_dir": str(folder)})
-    made = Service(Models(config), folder, base_model=BASE, seed=0, **service)
+    config = load_config("generator.sampling.temperature=1.0", *settings, settings={"output_dir": str(folder)})
+    made = Service(
+        Models(learner_settings(config, "policy"), config.generator), folder, base_model=BASE, seed=0, **service
+    )
     with TestClient(make_app(made, KEYS)) as http:
         http.service = made
         yield http

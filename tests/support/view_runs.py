@@ -252,7 +252,7 @@ class _Maker:
             "tool_calls": json.dumps(calls) if calls else None,
             "text": self._texts[which],
             "stop_reason": "stop" if len(ids) < 100 else "length",
-            "versions": [{"start": 0, "version": max(0, step - 1)}],
+            "versions": [{"start": 0, "version": max(0, step - 1 - (number % 4 == 1))}],
             "added_token_ids": self._added,
             "response_token_ids": ids,
             "logprobs": logprobs,
@@ -328,6 +328,23 @@ def write_large_run(folder: Path, *, turns: int, steps: int = 0, seed: int = 0) 
     return write_run(
         folder, steps=steps, prompts=max(1, trajectories // samples), samples=samples, turns=3, eval_every=10, seed=seed
     )
+
+
+def write_long_run(folder: Path, *, steps: int, rows: int, seed: int = 0) -> Path:
+    """Write a run of `steps` steps of `rows` trajectories of one turn, which are the same in each but for their step."""
+    (folder / "rollouts").mkdir(parents=True)
+    maker = _Maker(max(1, rows // 8), min(8, rows), 1, failures=True, trees=False, hostile=True, seed=seed)
+    maker.write(folder, "train", 2)
+    table = pq.read_table(folder / "rollouts" / "train_step_000002.parquet")
+    place = table.schema.get_field_index("global_step")
+    for step in range(1, steps + 1):
+        of_step = table.set_column(place, table.schema.field(place), pa.array([step] * len(table), pa.int32()))
+        pq.write_table(of_step, folder / "rollouts" / f"train_step_{step:06d}.parquet", compression="zstd")
+    _write_settings(folder, steps=steps, prompts=rows // 8, samples=8, turns=1, seed=seed)
+    append_records(folder, range(steps + 1), eval_every=100, num_trajectories=rows, seed=seed)
+    _write_log(folder, failures=True)
+    (folder / "complete.json").write_text(json.dumps({"global_step": steps}))
+    return folder
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.models import GeneratorConfig, PlatformConfig
 from skyrl_train.errors import EngineDeadError
 from skyrl_train.inference import EngineSettings
-from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm import core as vllm_core
+from skyrl_train.inference.vllm import VLLMEngine, core as vllm_core
 from skyrl_train.model import load_causal_lm
 from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams

@@ -83,6 +83,7 @@ def test_a_serial_run_has_the_same_ledger(tmp_path: Path) -> None:
     check_ledger(tmp_path, read_metrics(tmp_path / "metrics.jsonl"), is_stream=False)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_path: Path) -> None:
     config = make_config(tmp_path, max_staleness=2, total_steps=4, callbacks=("test_async_runs:stop_after_two_steps",))
     with pytest.raises(StopRequested):

@@ -69,7 +69,7 @@ def test_a_run_is_what_its_checkpoints_make_of_it(run: Path, capsys: pytest.Capt
     compared = {line.split(": ")[1]: line for line in lines if "not compared" not in line}
     assert set(compared) == {
         *("engine's log-probabilities", "trainer's log-probabilities", "weight versions", "advantages"),
-        *("trained tokens", "reward right"),
+        *("trained tokens", "optimizer's state", "reward right"),
     }
     assert "32 compared" in compared["reward right"]
 

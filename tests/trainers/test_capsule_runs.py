@@ -96,7 +96,10 @@ def test_a_step_that_was_recorded_otherwise_differs(finished: Path, tmp_path: Pa
     assert f"index {trained}" in next(line for line in said.splitlines() if line.startswith("batch advantages"))
 
 
-@pytest.mark.parametrize("name", ["rewards", "old_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize(
+    "name",
+    ["rewards", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("old_logprobs", "rollout_logprobs"))],
+)
 def test_a_nan_in_a_batch_is_traced_to_its_trajectory_and_token(finished: Path, tmp_path: Path, name: str) -> None:
     folder = copied(finished, tmp_path / "run")
     batch = read_batch(folder / "batch.safetensors")
@@ -129,6 +132,7 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     assert "first at [1, 2]" in said
 
 
+@pytest.mark.nightly
 def test_a_loss_that_is_no_number_is_traced_by_halving_to_the_first_such_token(tmp_path: Path) -> None:
     run = tmp_path / "run"
     refused(run, "trainer.algorithm.policy_loss=tests.support.capsule_parts:nan_at_rare_tokens")
@@ -194,6 +198,7 @@ def test_a_supervised_step_comes_out_again_bit_by_bit_and_a_bad_token_of_it_is_f
     assert batch.metadata.uids[row] in said
 
 
+@pytest.mark.nightly
 def test_a_supervised_step_that_is_refused_names_the_command_that_finds_the_weight(tmp_path: Path) -> None:
     run = tmp_path / "run"
     spoils = "trainer.optimizer.name=tests.support.capsule_parts:spoils_a_weight"

@@ -93,6 +93,7 @@ def states_of_a_run(bucket: Bucket, folder: Path, **trainer: Any) -> list[tuple[
     return list(bucket.states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "stride"), [(1, 4), pytest.param(1, 1, marks=NIGHTLY), pytest.param(2, 1, marks=NIGHTLY)]
 )
@@ -453,7 +454,8 @@ def run_command(kind: recordings.Kind, folder: Path, model: Path, *more: str, ki
 
 
 @SLOW
-@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_the_real_command_goes_on_from_the_url_alone_byte_for_byte(tmp_path: Path, kind: recordings.Kind) -> None:
     model = recordings.build_model(tmp_path / "model")
     url = f"trainer.checkpoint_url=file://{tmp_path}/url"

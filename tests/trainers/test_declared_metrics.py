@@ -62,9 +62,8 @@ def test_runs_that_filter_log_what_is_declared(dynamic_sampling: Any, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param("rl", marks=pytest.mark.nightly), "sft", pytest.param("ppo", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["rl", "sft", "ppo"])
 def test_runs_of_every_kind_log_what_is_declared(kind: str, tmp_path: Path) -> None:
     module, *overrides = KINDS[kind]
     run_command(tmp_path, *overrides, module=module)

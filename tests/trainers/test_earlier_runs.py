@@ -49,7 +49,9 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(COMMANDS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("rl", "sft") else pytest.mark.nightly) for name in COMMANDS]
+)
 def test_it_goes_on_to_the_weights_that_it_would_have_had(earlier: Path, name: str) -> None:
     module, overrides = COMMANDS[name]
     said = run_command(earlier / name, *overrides, module=module)

@@ -63,6 +63,7 @@ def forked(root: Path, parent: Path, **trainer: Any) -> Config:
     return make_config(root, total_steps=2, resume_mode="fork", resume_path=str(parent), **trainer)
 
 
+@pytest.mark.slow
 def test_a_fork_trains_at_its_own_rate(tmp_path: Path, parent: Path) -> None:
     before = weights(parent)
     moved = {}
@@ -78,6 +79,7 @@ def test_a_fork_trains_at_its_own_rate(tmp_path: Path, parent: Path) -> None:
     assert {"setting": "trainer.policy.optimizer.lr", "was": 1e-6, "is": 1e-3} in changed
 
 
+@pytest.mark.slow
 def test_a_fork_takes_another_loss_another_batch_and_another_optimizer(tmp_path: Path, parent: Path) -> None:
     config = forked(tmp_path, parent, train_batch_size=2, policy_mini_batch_size=2, critic_mini_batch_size=2)
     algorithm = replace(config.trainer.algorithm, policy_loss="dual_clip", kl_loss_coef=0.1)
@@ -88,6 +90,7 @@ def test_a_fork_takes_another_loss_another_batch_and_another_optimizer(tmp_path:
     assert json.loads((tmp_path / "fork.json").read_text())["data_position"] == 2
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_in_the_same_folder_up_to_rounding(tmp_path: Path) -> None:
     train(make_config(tmp_path / "alone", total_steps=2))
     train(make_config(tmp_path / "run"))

@@ -17,7 +17,7 @@ from skyrl_train.model import load_causal_lm, load_tokenizer, quiet_transformers
 from skyrl_train.runs import train
 from skyrl_train.runs.cli import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.runs.cli.composition import load_node
-from skyrl_train.runs.cli.resolvers import conf_dir
+from skyrl_train.runs.cli.conf_folder import conf_dir
 from skyrl_train.telemetry import read_metrics
 
 pytestmark = pytest.mark.slow

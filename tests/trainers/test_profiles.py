@@ -21,7 +21,9 @@ def profiled(folder: Path, steps: tuple[int, ...], *, updates: int = 1) -> list[
     config = make_config(folder, max_staleness=0, total_steps=2, policy_mini_batch_size=BATCH // updates)
     train(replace(config, trainer=replace(config.trainer, profile_steps=steps)))
     records = read_metrics(folder / "metrics.jsonl")
-    return [{name: value for name, value in each.items() if not name.startswith("timing/")} for each in records]
+    return [
+        {name: value for name, value in each.items() if not name.startswith(("timing/", "memory/"))} for each in records
+    ]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.api import load_config, train
-from skyrl_train.runs.cli.resolvers import conf_dir
+from skyrl_train.runs.cli.conf_folder import conf_dir
 from tests.support.recipe_cases import SCRIPTED, TWINS
 from tests.support.source_calls import REPOSITORY
 

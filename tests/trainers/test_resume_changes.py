@@ -19,7 +19,7 @@ from skyrl_train.config.models import LoraConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.registry import absolute_target, code_digests
 from skyrl_train.telemetry import RunFolder
-from skyrl_train.trainers.checkpoints import state
+from skyrl_train.trainers.checkpoints import settings_of, state
 from skyrl_train.trainers.checkpoints.changes import changes_since, flat_config, resume_settings
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, Totals, TrainerState, library_versions
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
@@ -51,7 +51,7 @@ class Saved:
     config: AnyConfig
 
     def __post_init__(self) -> None:
-        self.checkpoint = self.write(flat_config(self.config))
+        self.checkpoint = self.write(flat_config(settings_of(self.config)))
 
     def write(self, recorded: Mapping[str, Any]) -> Path:
         state = TrainerState(
@@ -72,7 +72,11 @@ class Saved:
         folder = RunFolder(root or self.root)
         steps = config.trainer.total_steps if isinstance(config, Config) else config.trainer.num_steps
         return find_start(
-            resume_settings(config), folder, CheckpointStore(folder.checkpoints, keep=2), data=data, total_steps=steps
+            resume_settings(config.trainer, settings_of(config), type(config)),
+            folder,
+            CheckpointStore(folder.checkpoints, keep=2),
+            data=data,
+            total_steps=steps,
         )
 
     def forked(self, config: AnyConfig, **changes: Any) -> Start:
@@ -105,6 +109,8 @@ def another(annotation: Any, value: Any, draw: random.Random) -> Any:
         return draw.choice([choice for choice in get_args(plain) if choice != value])
     if value is None and get_origin(plain) in (Union, types.UnionType):  # a part, by its name or with arguments
         return f"other_{draw.randrange(9)}"
+    if value is None and get_origin(plain) is Mapping:
+        value = {}
     if value is None:
         return True if plain is bool else another(plain, 1 if plain is int else plain(), draw)
     if isinstance(value, Mapping):
@@ -149,8 +155,8 @@ def outcome(start: Callable[[AnyConfig], Start], config: AnyConfig) -> Start | C
 
 def differing(one: AnyConfig, other: AnyConfig) -> set[str]:
     """Names of the settings that differ."""
-    old, new = flat_config(one), flat_config(other)
-    return {name for name in {*old, *new} if old.get(name) != new.get(name)}
+    old, new = flat_config(settings_of(one)), flat_config(settings_of(other))
+    return {name for name in {*old, *new} if old.get(name, "not there") != new.get(name, "not there")}
 
 
 def cases() -> list[tuple[int, SchemaField, int]]:
@@ -164,6 +170,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     return [Saved(tmp_path_factory.mktemp(f"run{base}") / "run", config) for base, config in enumerate(bases())]
 
 
+@pytest.mark.slow
 def test_200_random_changes_resume_or_fork_or_could_not_work(saved: list[Saved]) -> None:
     outcomes: dict[str, set[str]] = {"resumes": set(), "forks": set(), "refused": set()}
     for base, field, seed in cases():
@@ -186,7 +193,7 @@ def test_200_random_changes_resume_or_fork_or_could_not_work(saved: list[Saved])
             outcomes["refused"].add(field.path)
             assert re.search("shapes of its tensors|must be more than the 2 steps that are done", str(forked))
     assert outcomes["refused"] <= SHAPES_AND_TOKENS | {"trainer.total_steps", "trainer.num_steps"}
-    assert min(len(outcomes["resumes"]), len(outcomes["forks"])) > 50
+    assert min(len(outcomes["resumes"]), len(outcomes["forks"])) > 40
 
 
 @pytest.mark.parametrize(
@@ -246,7 +253,7 @@ def test_shapes_of_what_the_checkpoint_does_not_hold_are_free_to_choose(saved: l
 @pytest.mark.parametrize("base", [0, 1, 2])
 def test_a_checkpoint_of_before_a_setting_existed_had_its_default(base: int) -> None:
     config = bases()[base]
-    flat, default = flat_config(config), flat_config(type(config)())
+    flat, default = flat_config(settings_of(config)), flat_config(settings_of(type(config)()))
     paths = [field.path for field in settings(config)]
     # Each once, several at a time: to compare two whole configurations takes a hundredth of a second. Neighbours stay.
     for first in range(GROUPS):
@@ -259,7 +266,7 @@ def test_a_checkpoint_of_before_a_setting_existed_had_its_default(base: int) -> 
 def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:
     config = bases()[0]
     of_run = Saved(tmp_path / "run", config)
-    of_run.checkpoint = of_run.write({**flat_config(config), "trainer.forgotten": 3})
+    of_run.checkpoint = of_run.write({**flat_config(settings_of(config)), "trainer.forgotten": 3})
     with pytest.raises(ConfigError, match=r"trainer\.forgotten: is a setting no more; it was 3 when") as refused:
         of_run.start(config)
     (violation,) = refused.value.violations
@@ -352,7 +359,7 @@ def test_code_in_a_file_that_was_changed_is_told_and_goes_on(tmp_path: Path) -> 
 def test_what_the_chosen_kind_does_not_read_is_no_difference(
     setting: str, value: object, of_kind: dict[str, object]
 ) -> None:
-    other = {**flat_config(Config()), "trainer.policy.optimizer.name": "sgd"}
+    other = {**flat_config(settings_of(Config())), "trainer.policy.optimizer.name": "sgd"}
     for settings, meaning in ((other, Resume.FREE), ({**other, **of_kind}, Resume.FORKS)):
         (change,) = changes_since(settings, {**settings, setting: value}, Config)
         assert change.resume is meaning
@@ -373,7 +380,11 @@ def test_what_one_process_takes_for_a_secret_and_another_does_not_is_no_change(
 ) -> None:
     config = Config()
     before, after = (
-        flat_config(replace(config, environment=replace(config.environment, env_class={"_target_": "my:Env", **each})))
+        flat_config(
+            settings_of(
+                replace(config, environment=replace(config.environment, env_class={"_target_": "my:Env", **each}))
+            )
+        )
         for each in (was, now)
     )
     assert (changes_since(before, after, Config) == []) == is_same

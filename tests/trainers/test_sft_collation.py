@@ -56,6 +56,7 @@ class Places:
         monkeypatch.setattr(DefaultCollator, "__call__", remembering)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("incomplete", ["keep", "drop", "wrap"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -29,6 +29,7 @@ def test_a_run_lowers_the_loss_and_leaves_everything_behind(tmp_path: Path, layo
     assert list((root / "best").glob("step_*"))
 
 
+@pytest.mark.slow
 def test_packed_and_padded_runs_learn_the_same(tmp_path: Path) -> None:
     losses = {}
     for layout in ("padded", "packed"):
@@ -37,6 +38,7 @@ def test_packed_and_padded_runs_learn_the_same(tmp_path: Path) -> None:
     assert losses["packed"] == pytest.approx(losses["padded"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     train_sft(make_config(tmp_path / "alone"))
     with killed_at(3):

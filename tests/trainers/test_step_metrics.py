@@ -5,15 +5,14 @@ import pytest
 import torch
 
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.doctor import engine_drift, silence_pays_text
 from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.checkpoints.state import Totals
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
-    engine_drift,
     equal_groups,
     rollout_metrics,
-    silence_pays,
     speed_metrics,
     step_totals,
 )
@@ -204,7 +203,9 @@ def test_tokens_of_older_weights_are_no_sign_of_an_engine_with_wrong_ones():
 def test_a_policy_that_says_less_and_less_for_its_reward_is_warned_of():
     playing = [(0.5, -0.48), (1.0, -0.14), (0.8, -0.2)]
     silent = [(5.0, -0.05), (6.0, 0.0), (6.0, 0.0)]
-    assert "env/invalid_actions rises with the reward, 0.77 to 5.7 a trajectory" in silence_pays([*playing, *silent])
+    assert "env/invalid_actions rises with the reward, 0.77 to 5.7 a trajectory" in silence_pays_text(
+        [*playing, *silent]
+    )
     for seen in (
         [],
         playing,
@@ -212,4 +213,4 @@ def test_a_policy_that_says_less_and_less_for_its_reward_is_warned_of():
         [*silent, *playing],
         [(number, -reward) for number, reward in [*playing, *silent]],
     ):
-        assert silence_pays(seen) == ""
+        assert silence_pays_text(seen) == ""

@@ -1,7 +1,10 @@
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -47,6 +50,19 @@ def test_handlers_are_put_back_also_after_an_error():
     assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+def test_signals_are_watched_in_a_process_with_thousands_of_open_files():
+    with contextlib.ExitStack() as files:
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2_000:
+            pytest.skip("this machine allows a process fewer than 2,000 open files")
+        while files.enter_context(open(os.devnull)).fileno() < 1_100:
+            pass
+        with stop_on_signals():
+            (watcher,) = (each for each in threading.enumerate() if each.name == "signals")
+            watcher.join(timeout=0.2)
+            assert watcher.is_alive()
+
+
+@pytest.mark.slow
 def test_a_process_that_does_not_reach_a_safe_point_dies_at_the_second_signal():
     program = (
         "import sys, time\n"

@@ -26,7 +26,7 @@ def no_images(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_images(monkeypatch)
 
 
-@pytest.fixture(scope="module", params=["qwen", "gemma"])
+@pytest.fixture(scope="module", params=["qwen", pytest.param("gemma", marks=pytest.mark.nightly)])
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of two steps with a capsule of each, and its settings."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -96,6 +96,7 @@ def test_a_replayed_run_says_which_image_is_missing_or_changed(
         train(rl_config(tmp_path / "blind", {**replayed, "model.path": "builtin:tiny_qwen2"}))
 
 
+@pytest.mark.nightly
 def test_a_capsule_comes_out_again_bit_by_bit(finished: tuple[Path, dict[str, Any]]) -> None:
     run, _ = finished
     for step in (1, 2):

@@ -96,8 +96,10 @@ _READABLE = "`select`, or the event loop, has said that there is something to re
 _OPEN = "on a daemon thread that holds a connection open until it is closed; each call over it has a deadline"
 _BRIEF = "held for assignments, or for calls that have deadlines of their own"
 EXCEPTIONS: Exceptions = {
-    ("skyrl_train/serve/service.py", "self._wake.wait"): "the scheduler is cancelled when the server closes",
-    ("skyrl_train/serve/service.py", "promise.done.wait"): "inside of `asyncio.wait_for`",
+    ("skyrl_train/serve/scheduler.py", "self._wake.wait"): "the scheduler is cancelled when the server closes",
+    ("skyrl_train/serve/ledger.py", "promise.done.wait"): "inside of `asyncio.wait_for`",
+    ("skyrl_train/serve/service.py", "self.ledger.accept"): "takes a request, and is no socket's",
+    ("skyrl_train/serve/models.py", "taken.exception"): "called when the task is done",
     ("skyrl_train/runs/cli/resolvers.py", "_is_deriving.get"): "a variable of the context",
     ("skyrl_train/weight_sync/stream.py", "self._backend.recv"): "begins it; what waits has the group's deadline",
     ("skyrl_train/weight_sync/stream.py", "wait"): "begun with the deadline of the group",
@@ -110,6 +112,9 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/cluster/engine_group.py", "asking.result"): _IS_DONE,
     ("skyrl_train/cluster/engine_group.py", "self._starting.wait"): _PENDING,
     ("skyrl_train/cluster/engine_group.py", "starting.wait"): _PENDING,
+    ("skyrl_train/cluster/group_rollouts.py", "asyncio.as_completed"): "parts, whose engines must give signs of life",
+    ("skyrl_train/cluster/group_rollouts.py", "task.exception"): _IS_DONE,
+    ("skyrl_train/cluster/group_rollouts.py", "task.result"): _IS_DONE,
     (
         "skyrl_train/cluster/learners.py",
         "ranks.begin_each(method, phase, [share for share in shares for _ in range(each)]).wait",

@@ -16,7 +16,13 @@ from scripts.faces_contract import exported, is_private, owner, source
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NAMES = 25
-OF_WHOLE_RUNS = {"trainers": {"trainers", "runs"}, "cluster": {"cluster"}, "browser": {"view"}, "gpu": {"selftest"}}
+OF_WHOLE_RUNS = {
+    "trainers": {"trainers", "runs"},
+    "cluster": {"cluster"},
+    "browser": {"view"},
+    "gpu": {"selftest"},
+    "world": {"trainers", "runs", "serve", "system"},
+}
 """Folders of tests beside `tests/unit`, and the packages that each is of."""
 FACES = [
     each.name
@@ -70,6 +76,14 @@ def test_a_face_says_what_it_is_for_and_exports_few_names(face: str) -> None:
     assert len(names) <= MOST_NAMES
     assert len(set(names)) == len(names)
     assert ast.get_docstring(ast.parse(source(face).read_text(encoding="utf-8"))) or not names
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_no_name_is_that_of_a_module_of_the_package(face: str) -> None:
+    """Who imports the module would put it in the name's place."""
+    for node in ast.walk(ast.parse(source(face).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module != face:
+            assert not [each.name for each in node.names if is_module(f"{face}.{each.name}")]
 
 
 def test_each_exported_name_is_used_outside_of_its_package_or_documented() -> None:

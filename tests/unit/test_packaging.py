@@ -145,8 +145,8 @@ def packages_of(command: str) -> list[str]:
 
 def is_of(project: dict[str, Any], package: str) -> bool:
     """Whether it is the checkout, with extras that there are, or a package of this project's, in its versions if in any."""
-    if of_checkout := re.fullmatch(r"\.(?:\[([\w-]+)\])?|one_gradient_skyrl_train-\*\.whl", package):
-        return of_checkout[1] is None or of_checkout[1] in project["optional-dependencies"]
+    if of_checkout := re.fullmatch(r"\.(?:\[([\w,-]+)\])?|one_gradient_skyrl_train-\*\.whl", package):
+        return of_checkout[1] is None or {*of_checkout[1].split(",")} <= project["optional-dependencies"].keys()
     named = Requirement(package)
     groups = (project["dependencies"], *project["optional-dependencies"].values())
     ranges = [Requirement(line) for lines in groups for line in lines]

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.types import Outcome, StopReason, Trajectory, Turn, find_parent, token_ids
 from tests.support.fakes_trainer import linked, make_trajectory, make_turn

@@ -132,7 +132,7 @@ class Layout:
     """The tokens that carry loss, where they have been found (`with_scored`)."""
 
     def to(self, device: torch.device) -> Layout:
-        """On `device`."""
+        """Return the layout with all of its index tensors on `device`."""
         return replace(
             self,
             input_ids=moved(self.input_ids, device),
@@ -322,7 +322,9 @@ class _Hosts:
 def spread_to_rows(values: Tensor, rows: TrainingInputBatch) -> Tensor:
     """`[num_tokens]` to `[rows, longest]`, 0 in padding; carries gradients."""
     width, places = rows.padding()
-    return values.new_zeros(rows.num_rows * width).index_copy(0, places, values).view(rows.num_rows, width)
+    shape = values.shape[1:]
+    padded = values.new_zeros((rows.num_rows * width, *shape)).index_copy(0, places, values)
+    return padded.view(rows.num_rows, width, *shape)
 
 
 def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:

@@ -93,10 +93,13 @@ def least_between(shared: Rows, first: Rows, last: Rows) -> Rows:
 def sharing_keys(rows: TrainingInputBatch) -> NDArray[np.int32]:
     """`[num_tokens]`, at least 0: equal where one computation may serve both tokens, as far as they themselves go. That is
     their id, or which part of which image they stand for; and where the experts that tokens are sent to have been
-    recorded, these with it."""
+    recorded, these with it; and where rows are of several adapters, which one computes them."""
     ids: NDArray[np.int32] = rows["input_ids"].cpu().numpy()
     if rows.metadata.images:
         ids = _with_images(ids, rows)
+    if "adapter_index" in rows:
+        of_tokens = np.repeat(rows["adapter_index"].cpu().numpy(), rows.lengths.cpu().numpy())
+        ids = np.unique(np.stack((of_tokens, ids)), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)
     if "routed_experts" not in rows:
         return ids
     facts = np.concatenate([ids[:, None].view(np.int16), rows["routed_experts"].cpu().numpy()], axis=1)

@@ -1,37 +1,24 @@
 """The data plane: arrays of rollouts and rows by reference, and what computes with them where they are."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.batch.plane.plane import DataPlane, added_columns
+    from skyrl_train.batch.plane.plane import DataPlane as DataPlane, added_columns as added_columns
     from skyrl_train.batch.plane.rollouts import (
-        PlacedRollouts,
-        StoredTurn,
-        arrays_of,
-        facts_in,
-        is_storable,
-        placed,
-        trajectories_of,
+        PlacedRollouts as PlacedRollouts,
+        StoredTurn as StoredTurn,
+        arrays_of as arrays_of,
+        facts_in as facts_in,
+        is_storable as is_storable,
+        placed as placed,
+        trajectories_of as trajectories_of,
     )
-    from skyrl_train.batch.references import Layer, Piece, ReferencedColumns, RowSharing
-    from skyrl_train.batch.training_batch import by_reference
-
-__all__ = [
-    "DataPlane",
-    "Layer",
-    "Piece",
-    "PlacedRollouts",
-    "ReferencedColumns",
-    "RowSharing",
-    "StoredTurn",
-    "added_columns",
-    "arrays_of",
-    "by_reference",
-    "facts_in",
-    "is_storable",
-    "placed",
-    "trajectories_of",
-]
+    from skyrl_train.batch.references import (
+        Layer as Layer,
+        Piece as Piece,
+        ReferencedColumns as ReferencedColumns,
+        RowSharing as RowSharing,
+    )
+    from skyrl_train.batch.training_batch import by_reference as by_reference
 
 __getattr__ = lazily(__name__)

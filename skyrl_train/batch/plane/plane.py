@@ -8,7 +8,7 @@ The loop is the same in both: it plans on facts of rows, and hands functions of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -55,6 +55,10 @@ class DataPlane:
     def ask(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return `function(...)`, whose answer is small. Raises what it raises."""
         return function(*args, **kwargs)
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return what became of arrays since the last time, by the names of metrics."""
+        return {}
 
     def save(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Do `function(...)`, which writes files, beside whatever else is asked. Raises what it raises; SaveError or OSError

@@ -30,7 +30,7 @@ Admits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentStep:
-    """One optimizer step."""
+    """One optimizer step that documents close: its rows, rounds of micro-batches, and documents."""
 
     start: int
     stop: int

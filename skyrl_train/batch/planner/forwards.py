@@ -245,7 +245,7 @@ class TokenBudgets:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward."""
+    """The rows that one forward computes, and where they stand in the rank's batch."""
 
     batch: TrainingInputBatch
     rows: Tensor

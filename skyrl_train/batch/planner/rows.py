@@ -81,7 +81,7 @@ class RowFacts:
 
     @property
     def num_rows(self) -> int:
-        """Rows of this rank."""
+        """How many rows this rank computes."""
         return len(self.lengths)
 
     @property

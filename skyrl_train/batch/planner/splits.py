@@ -116,7 +116,7 @@ class _Packed:
     """Where each micro-batch begins in `positions`."""
 
     def sums(self, descending: Rows) -> Rows:
-        """Tokens of each micro-batch."""
+        """Return the tokens of each micro-batch, int64 `[micro-batches]`."""
         return np.add.reduceat(descending[self.positions], self.begins)
 
     def in_order(self, order: Rows) -> _Packed:

@@ -1,52 +1,31 @@
 """From a training batch to optimizer steps: mini-batches, their denominators, stages, schedules and ages."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.batch.steps.minibatch import (
-        Ages,
-        LossDenominators,
-        MiniBatch,
-        RowCounts,
-        StagedBatch,
-        Together,
-        ages_in,
-        behind_updates,
-        check_staleness,
-        close_mini_batch,
-        computed_together,
-        mini_batches,
-        rows_with_loss,
-        stage,
-        token_ages,
-        tokens_with_loss,
+        Ages as Ages,
+        LossDenominators as LossDenominators,
+        MiniBatch as MiniBatch,
+        RowCounts as RowCounts,
+        StagedBatch as StagedBatch,
+        Together as Together,
+        ages_in as ages_in,
+        behind_updates as behind_updates,
+        check_staleness as check_staleness,
+        close_mini_batch as close_mini_batch,
+        computed_together as computed_together,
+        mini_batches as mini_batches,
+        rows_with_loss as rows_with_loss,
+        stage as stage,
+        token_ages as token_ages,
+        tokens_with_loss as tokens_with_loss,
     )
-    from skyrl_train.batch.steps.schedule import learning_rate, schedule_position
-    from skyrl_train.batch.steps.targets import TargetRows, Targets, rows_of_targets
-
-__all__ = [
-    "Ages",
-    "LossDenominators",
-    "MiniBatch",
-    "RowCounts",
-    "StagedBatch",
-    "TargetRows",
-    "Targets",
-    "Together",
-    "ages_in",
-    "behind_updates",
-    "check_staleness",
-    "close_mini_batch",
-    "computed_together",
-    "learning_rate",
-    "mini_batches",
-    "rows_of_targets",
-    "rows_with_loss",
-    "schedule_position",
-    "stage",
-    "token_ages",
-    "tokens_with_loss",
-]
+    from skyrl_train.batch.steps.schedule import learning_rate as learning_rate, schedule_position as schedule_position
+    from skyrl_train.batch.steps.targets import (
+        TargetRows as TargetRows,
+        Targets as Targets,
+        rows_of_targets as rows_of_targets,
+    )
 
 __getattr__ = lazily(__name__)

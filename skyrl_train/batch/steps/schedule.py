@@ -38,7 +38,7 @@ def learning_rate(step: float, optimizer: OptimizerConfig, total_steps: float) -
 
 
 def constant(_progress: float, _floor: float) -> float:
-    """1."""
+    """Return 1 at every step: the peak rate."""
     return 1.0
 
 

@@ -27,21 +27,21 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """One example."""
+    """One example as token ids, each with what it predicts and how it counts."""
 
     token_ids: NDArray[np.int64]
     """`[n]`"""
     targets: NDArray[np.int64]
     """`[n]` or `[n, k]`"""
     weights: Floats
-    """Of the shape of `targets`, as the others. Of several at a position, those of weight 0 are not computed."""
+    """Of the shape of `targets`, as the others. Of several at a position, those of weight 0 are left out, unless all are."""
     old_logprobs: Floats
     advantages: Floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetRows:
-    """Examples as rows."""
+    """Examples as rows of a training batch, and where each of them went."""
 
     batch: TrainingInputBatch | None
     """With `loss_weights`, `old_logprobs` and `advantages`; None where no example has any target."""
@@ -122,7 +122,9 @@ def _add_rows(rows: _Rows, example: Targets, before: int) -> None:
         rows.add(np.append(tokens, targets[-1]), main + 1, before + main)
         others = np.argwhere(~is_next)
     else:
-        others = np.argwhere(example.weights != 0)
+        weighs = example.weights != 0
+        # A custom loss first asks for log-probabilities by weights that are all 0.
+        others = np.argwhere(weighs if weighs.any() else np.ones_like(weighs))
     for cell in others:
         at = int(cell[0])
         number = at if targets.ndim == 1 else at * targets.shape[1] + int(cell[1])

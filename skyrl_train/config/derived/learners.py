@@ -1,7 +1,7 @@
 """Which models a run holds and where, and what one of them is built from: small settings, of either kind of run.
 
-    Config     --learner_settings-->                    LearnerSettings of the policy, the reference or the critic
-    SFTConfig  --config/sft.py: sft_learner_settings--> LearnerSettings of the policy
+    Config     --learner_settings-->     LearnerSettings of the policy, the reference or the critic
+    SFTConfig  --sft_learner_settings--> LearnerSettings of the policy
 
 Nothing behind them sees a whole configuration, so that a learner is the same whatever kind of run trains it.
 """
@@ -24,6 +24,7 @@ from skyrl_train.config.models.models import LoraConfig, ModelConfig, OptimizerC
 from skyrl_train.config.models.placement import PlatformConfig, StrategyConfig
 from skyrl_train.config.placement.bundles import Layout, Role, count_engines, plan_layout
 from skyrl_train.config.schema import Config, MicroBatchConfig, RunConfig, TrainerConfig
+from skyrl_train.config.sft import SFTConfig
 
 OldLogprobsScored = Literal["none", "later", "all"]
 """Rows of a training batch that the policy scores before the update; `later`: those behind the first optimizer step."""
@@ -130,6 +131,29 @@ def learner_settings(config: Config, role: Role, schedule: ScheduleLength | None
         deterministic=config.deterministic,
         seed=config.seed,
         replays_routing=role == "policy" and config.trainer.moe_routing_replay,
+        profile_steps=config.trainer.profile_steps,
+        profiles=os.path.abspath(f"{config.output_dir}/profiles"),
+    )
+
+
+def sft_learner_settings(config: SFTConfig, *, total_steps: int = 0) -> LearnerSettings:
+    """What the model is built from: a policy with the loss `cross_entropy`, for so many optimizer steps."""
+    return LearnerSettings(
+        role="policy",
+        model=config.model,
+        policy_model=config.model,
+        optimizer=config.trainer.optimizer,
+        schedule=ScheduleLength(optimizer_steps=total_steps),
+        micro_batching=config.trainer,
+        merge_turns=False,
+        algorithm=AlgorithmConfig(policy_loss="cross_entropy", loss_reduction="token_mean"),
+        temperature=1.0,
+        on_policy=True,
+        strategy=config.strategy,
+        collective_timeout_s=config.placement.call_timeout_s,
+        platform=config.platform,
+        deterministic=config.deterministic,
+        seed=config.seed,
         profile_steps=config.trainer.profile_steps,
         profiles=os.path.abspath(f"{config.output_dir}/profiles"),
     )

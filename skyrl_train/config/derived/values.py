@@ -99,7 +99,7 @@ _MOST_TRIED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a run meets."""
+    """The model and the machine that a run meets, as far as values are derived from them."""
 
     parameters: int
     """Of the policy's model; 0 where nothing tells."""
@@ -218,7 +218,7 @@ def _typed(value: object) -> str:
 
 
 def _short(parameters: int) -> str:
-    """`135M`, `1.5B`."""
+    """Return a number of parameters as model names have it: `135M`, `1.5B`."""
     return f"{parameters / 1e9:.2g}B" if parameters >= 1e9 else f"{max(1, round(parameters / 1e6))}M"
 
 

@@ -37,7 +37,7 @@ class _Moved:
         return self.seam.setting.removeprefix(f"{_SECTION}.")
 
     def written(self, arguments: Mapping[str, Any]) -> str:
-        """What to write now."""
+        """Return what to write now on the command line: the part, with these arguments."""
         inside = "".join(f", {key}: {value}" for key, value in arguments.items())
         return f"{self.seam.setting}={{{TARGET}: {self.part}{inside}}}"
 

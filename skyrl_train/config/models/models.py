@@ -78,7 +78,7 @@ class ModelConfig:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed; not where nobody has decided (`plan/memory/fitting.py`)."""
+        """Whether activations are recomputed; not where nobody has decided (`runs/cli/placement.py`)."""
         return self.gradient_checkpointing is True
 
 

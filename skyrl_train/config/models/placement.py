@@ -192,6 +192,11 @@ class PlacementConfig:
     allow_fewer_workers: Annotated[Free[bool], _CLUSTER] = False
     """Where a run is restarted (`trainer.max_restarts`) and the cluster has lost nodes that do not come back within
     `wait_for_nodes_s`: go on with the most ranks that the batch sizes allow and the other nodes hold."""
+    rollouts: Annotated[Free[Literal["driver", "engines"]], Of(".backend", ("ray",))] = "driver"
+    """Where conversations run. driver: in the process of the loop, which sees each token once. engines: beside the engine
+    that answers them, in its actor, which puts their arrays into a file and into the object store of its node; the loop has
+    references. Each engine then has rewards and `environment.num_workers` of its own, and what engines and environments are
+    at is not measured. For engines on Ray without `trainer.max_staleness`, programs as agents, and rewards by models."""
     start_timeout_s: Free[Seconds] = 300.0
     """Deadline of Ray, of each actor's start and of loading a model. Where models are loaded it has a second more for
     every 50 MB of their weights."""

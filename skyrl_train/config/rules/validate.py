@@ -24,13 +24,11 @@ from skyrl_train.config.models.placement import PlacementConfig, PlatformConfig,
 from skyrl_train.config.placement.bundles import shares_devices
 from skyrl_train.config.rules.algorithm_rules import ALGORITHM_RULES
 from skyrl_train.config.rules.argument_rules import kind_violations, value_violations
-from skyrl_train.config.rules.mix import mixed_datasets
 from skyrl_train.config.rules.validate_engines import ENGINE_RULES
 from skyrl_train.config.rules.validate_models import MODEL_RULES, lora_targets, quantization
 from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
-from skyrl_train.config.schema import Config, LoopConfig, TrainerConfig
+from skyrl_train.config.schema import LoopConfig, TrainerConfig
 from skyrl_train.errors import Violation
-from skyrl_train.parts import BATCH_RULES
 from skyrl_train.registry import did_you_mean, part_name, split_spec
 from skyrl_train.system import install_command
 
@@ -58,21 +56,6 @@ def _too_many(trainer: TrainerConfig) -> Iterator[Violation]:
         rule = f"must be drop with trainer.oversample={trainer.oversample:g}: prompts that are too many cannot be waited for"
         remedy = "set trainer.stale_groups=drop, or trainer.take_groups=in_order, or trainer.max_staleness=0"
         yield Violation.of("trainer.stale_groups", "wait", rule, remedy)
-
-
-def validate_config(config: Config, *, refused: Collection[str] = ()) -> list[Violation]:
-    """Every rule between fields that does not hold.
-
-    Args:
-        refused: fields whose value was refused before (they carry their defaults): nothing is said that follows from one.
-    """
-    found = rule_violations(config, RULES, refused)
-    if config.data.mix and not is_refused("data.mix", refused):
-        found += mixed_datasets(config.data, config.environment, config.generator.sampling)[1]
-    for spec in config.trainer.batch_rules:
-        if not BATCH_RULES.violations(spec):  # else it is among those found
-            found += BATCH_RULES.resolve(spec)(config, refused)
-    return found
 
 
 def rule_violations(config: object, rules: Iterable[Rule], refused: Collection[str] = ()) -> list[Violation]:
@@ -204,6 +187,9 @@ def _checkpoint_url(trainer: LoopConfig) -> Iterator[Violation]:
 
 def _url(field: str, url: str) -> Iterator[Violation]:
     """Refuses what fsspec does not know, and what it lacks a package for."""
+    if find_spec("fsspec") is None:
+        yield Violation.of(field, url, "needs fsspec, which is not installed here", install_command("remote"))
+        return
     from fsspec.registry import get_filesystem_class, known_implementations
 
     protocol, _, place = url.partition("://")

@@ -1,4 +1,4 @@
-"""Batch sizes of a configuration: which rules between them do not hold, in words, with what to type instead.
+"""All rules of a configuration, and those of its batch sizes: which do not hold, in words, with what to type instead.
 
 The rules are in `batch_rules.py`; with `trainer.batch_validation=relaxed`, step-wise trajectories, a token budget or
 `docs_per_step` the strict ones cannot or need not hold, and what that costs is said in the plan's notes. All rules are
@@ -16,10 +16,12 @@ from skyrl_train.config.algorithm.settings import needs_reference
 from skyrl_train.config.fields.fields import Range, fact, is_refused, recorded, strip, walk
 from skyrl_train.config.models.placement import SHARING_SETTINGS
 from skyrl_train.config.rules.batch_rules import Problem, Sizes, find_repairs, problems
-from skyrl_train.config.rules.validate import run_rules
+from skyrl_train.config.rules.mix import mixed_datasets
+from skyrl_train.config.rules.validate import RULES, rule_violations, run_rules
 from skyrl_train.config.rules.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation, counted
+from skyrl_train.parts import BATCH_RULES
 
 FIELDS = {
     "train_batch_size": "trainer.train_batch_size",
@@ -48,6 +50,21 @@ _POSITIVE = tuple(
     if field.path.count(".") == 1 and strip(field.annotation) is int and fact(field.annotation, Range) == Range(1)
 )
 """Whole numbers of at least 1: a config that was made in Python was not checked field by field."""
+
+
+def validate_config(config: Config, *, refused: Collection[str] = ()) -> list[Violation]:
+    """Every rule between fields that does not hold.
+
+    Args:
+        refused: fields whose value was refused before (they carry their defaults): nothing is said that follows from one.
+    """
+    found = rule_violations(config, RULES, refused)
+    if config.data.mix and not is_refused("data.mix", refused):
+        found += mixed_datasets(config.data, config.environment, config.generator.sampling)[1]
+    for spec in config.trainer.batch_rules:
+        if not BATCH_RULES.violations(spec):  # else it is among those found
+            found += BATCH_RULES.resolve(spec)(config, refused)
+    return found
 
 
 def validate_batch_sizes(

@@ -9,16 +9,18 @@ from functools import partial
 from typing import Any
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig, needs_reference
-from skyrl_train.config.data.sources import EnvironmentConfig
+from skyrl_train.config.data.sources import DataConfig, EnvironmentConfig
+from skyrl_train.config.environment.rewards import reward_entries
 from skyrl_train.config.fields.fields import Rule
 from skyrl_train.config.models.engines import GeneratorConfig
 from skyrl_train.config.models.models import CriticConfig, CriticModelConfig, ModelConfig
 from skyrl_train.config.models.placement import RATE_NAMES, ROLES, PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.placement.bundles import shares_devices
 from skyrl_train.config.rules.batch_rules import divisors
-from skyrl_train.config.schema import LoopConfig
+from skyrl_train.config.schema import LoopConfig, TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.parts import WEIGHT_TRANSPORTS
+from skyrl_train.registry import part_name, split_spec
 
 _SEQUENCE_PARALLEL, _TENSOR_PARALLEL = "strategy.sequence_parallel_size", "strategy.tensor_parallel_size"
 
@@ -245,6 +247,31 @@ def _environment_workers(environment: EnvironmentConfig, placement: PlacementCon
         yield Violation.of("environment.placement", "ray", rule, remedy)
 
 
+def _rollouts_at_engines(
+    placement: PlacementConfig,
+    generator: GeneratorConfig,
+    environment: EnvironmentConfig,
+    data: DataConfig,
+    trainer: TrainerConfig,
+) -> Iterator[Violation]:
+    """What needs the process of the loop stays there."""
+    if placement.rollouts == "driver":
+        return
+    models = [entry for entry in reward_entries(environment) if split_spec(entry.spec)[0] in ("model", "judge")]
+    contradicted = {
+        f"generator.backend={part_name(generator.backend)}, which is no engine in an actor": not generator.has_own_devices,
+        f"trainer.max_staleness={trainer.max_staleness}, whose journal the loop writes": trainer.max_staleness > 0,
+        "generator.agent_loop=agent, whose programs ask the loop": part_name(generator.agent_loop) == "agent",
+        "environment.placement=ray, whose workers the loop starts": environment.placement == "ray",
+        "data.mix, whose environments the loop has": bool(data.mix),
+        f"{models[0].setting if models else ''}, whose model the loop has": bool(models),
+    }
+    for what in [what for what, is_stated in contradicted.items() if is_stated]:
+        yield Violation.of(
+            "placement.rollouts", "engines", f"must be driver with {what}", "set placement.rollouts=driver"
+        )
+
+
 def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
     workers, nodes, gpus = (
         getattr(placement, f"{role}_{name}") for name in ("num_workers", "num_nodes", "num_gpus_per_node")
@@ -421,6 +448,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
 """What contradicts itself in any kind of run."""
 ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
     _environment_workers,
+    _rollouts_at_engines,
     _inline_engines,
     *(partial(_shared_nodes, role=role) for role in ("ref", "critic")),
     _inference,

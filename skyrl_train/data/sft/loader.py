@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar

@@ -81,7 +81,7 @@ class TokenStore:
 
     @property
     def lengths(self) -> Ints:
-        """`[examples]`, in tokens."""
+        """The tokens of each example, int64 `[examples]`."""
         return np.diff(self.offsets)
 
     def first_cut_image(self, max_length: int) -> int | None:

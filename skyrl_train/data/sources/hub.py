@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DataError, DeadlineError
-from skyrl_train.system import in_time
+from skyrl_train.system import in_time, require
 
 _TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 4.0
@@ -109,6 +109,7 @@ def read_hub(location: str) -> Iterator[Any]:
     elif problem:
         logger.warning("%s: %s; what is in the cache is taken", location, problem)
         _go_offline()
+    require("datasets")
     import datasets
 
     for library in ("huggingface_hub", "datasets"):  # each writes by itself what the run's own log writes again

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from skyrl_train.doctor.findings import Finding, row_of, rows_of
-from skyrl_train.doctor.tables import Series, Tables, Trajectory
+from skyrl_train.doctor.limits import LIMITS
+from skyrl_train.doctor.tables import Series, Tables
+from skyrl_train.doctor.trajectories import Trajectory, last_number
 
 _MARKS = re.compile(
     r"<\|im_(?:start|end)\|>|\[/?INST\]|<\|(?:user|assistant|system|start_header_id|eot_id)\|>|<start_of_turn>"
@@ -17,7 +19,12 @@ _MARKS = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 """What chat templates of several families put between messages."""
+_END = re.compile(r"(?:<\|[^|>]{1,40}\|>|</s>)\s*\Z")
+"""The token that ends an answer, which samples of supervised runs have at their end."""
 _CALL = re.compile(r'<tool_call>|<function=|```tool|\[TOOL_CALLS\]|"(?:name|function)"\s*:\s*".+"arguments"', re.DOTALL)
+_WORD = re.compile(r"\d+|\w{3,}")
+_FEW = 20
+"""Questions below which no mean is trusted."""
 _NGRAM = 4
 _SHORT = 16
 """Tokens below which a text is too short to repeat itself."""
@@ -25,27 +32,28 @@ _SHORT = 16
 
 def answers_cut_off(run: Tables) -> Iterator[Finding]:
     """Many turns end at the limit of tokens, not where the model ends them (the reward then judges half an answer)."""
+    length, least = run.series("response_length/mean"), LIMITS["answers_cut_off"]
     cut = run.series("stop/length")
     if run.is_supervised:
         return
+    if len(cut) and len(length):  # a step without one has no such metric
+        cut = Series(cut.name, length.steps, np.nan_to_num(cut.at(length.steps)))
     if len(cut) >= 2:
-        share, since = cut.last(), cut.since(lambda values: values >= 0.25)
+        share, since = cut.last(), cut.since(lambda values: values >= least)
     else:
-        reasons = [turn.stop_reason for each in run.trajectories if each.step in run.last_steps for turn in each.turns]
+        reasons = [turn.stop_reason for each in run.late for turn in each.turns]
         share, since = reasons.count("length") / max(1, sum(map(bool, reasons))), None
-    if not share >= 0.25:
+    if not share >= least:
         return
     rows = [each for each in run.trajectories if any(turn.stop_reason == "length" for turn in each.turns)]
-    length = run.series("response_length/mean")
-    from_the_start = len(cut) < 2 or cut.first(2) >= 0.25
-    marked = [each for each in rows if _MARKS.search(each.text)]
+    from_the_start = len(cut) < 2 or cut.first(2) >= least
+    marked = [each for each in rows if _marks(each)]
     yield Finding(
         what=f"{share:.0%} of the answers of the last steps are cut off at the limit of tokens"
         + ("" if from_the_start else ", and were not at first"),
         evidence=(cut.shown(), length.shown()),
-        remedy="Raise generator.sampling.max_generate_length, or pay less for length. Where texts go on by "
-        "themselves after the answer, the model does not know its end token: see the chat template and "
-        "generator.sampling.stop",
+        remedy="Raise generator.sampling.max_generate_length, or pay less for length. Where texts go on by themselves "
+        "after the answer, the model does not know its end token: see the chat template and generator.sampling.stop",
         since=since,
         certainty=0.6 if len(marked) > 0.3 * len(rows) or not from_the_start else 0.85,
         rows=rows_of(rows),
@@ -56,10 +64,10 @@ def conversation_goes_on_by_itself(run: Tables) -> Iterator[Finding]:
     """Answers hold the marks of a chat template: the model is asked in one that it was not trained with, or
     does not stop."""
     answers = [each for each in [*run.trajectories, *run.evaluations] if each.text]
-    marked = [each for each in answers if _MARKS.search(each.text)]
-    if len(answers) < 20 or len(marked) < 0.1 * len(answers):
+    marked = [each for each in answers if _marks(each)]
+    if len(answers) < 20 or len(marked) < LIMITS["conversation_goes_on_by_itself"] * len(answers):
         return
-    found = Counter(match.group().strip() for each in marked for match in _MARKS.finditer(each.text))
+    found = Counter(mark for each in marked for mark in _marks(each))
     yield Finding(
         what=f"{len(marked) / len(answers):.0%} of the answers hold marks of a chat template, such as "
         f"{found.most_common(1)[0][0]!r}",
@@ -73,11 +81,19 @@ def conversation_goes_on_by_itself(run: Tables) -> Iterator[Finding]:
 
 
 def never_ends(run: Tables) -> Iterator[Finding]:
-    """Supervised: answers of an evaluation do not stop, though their examples do: the end token was never trained."""
-    samples = [each for each in run.evaluations if each.purpose == "sample" and each.turns]
-    last = [each for each in samples if each.step == max(one.step for one in samples)]
-    cut = [each for each in last if each.turns[-1].stop_reason == "length"]
-    if not run.is_supervised or len(last) < 4 or len(cut) < 0.8 * len(last):
+    """Supervised: answers of evaluations do not stop, though their examples do, and do not learn to: the end token was never
+    trained. What one evaluation shows alone, a model may still learn."""
+    by_step: dict[int, list[Trajectory]] = {}
+    for each in run.evaluations:
+        if each.purpose == "sample" and each.turns and each.step > 0:
+            by_step.setdefault(each.step, []).append(each)
+    if not run.is_supervised or not by_step or min(map(len, by_step.values())) < 4:
+        return
+    steps = sorted(by_step)
+    unended = {step: [each for each in by_step[step] if each.turns[-1].stop_reason == "length"] for step in steps}
+    shares = [len(unended[step]) / len(by_step[step]) for step in steps]
+    last, cut = by_step[steps[-1]], unended[steps[-1]]
+    if shares[-1] < LIMITS["never_ends"] or shares[-1] < shares[0] - 0.1:
         return
     going_on = [each for each in cut if len(each.text) > 1.5 * len(str(each.extras.get("expected") or each.text))]
     yield Finding(
@@ -85,7 +101,8 @@ def never_ends(run: Tables) -> Iterator[Finding]:
         evidence=(run.series("train/loss").shown(),),
         remedy="The end token has no loss: train on the last token of an answer (the template's end of turn), and see that "
         "no row is cut before it",
-        since=min(each.step for each in cut),
+        level="problem" if len(steps) > 1 else "note",
+        since=steps[0],
         certainty=0.9 if len(going_on) > 0.5 * len(cut) else 0.6,
         rows=rows_of(cut),
     )
@@ -96,23 +113,21 @@ def length_changes(run: Tables) -> Iterator[Finding]:
     length, reward = run.series("response_length/mean"), run.series("reward/mean")
     if len(length) < 6 or not length.first(3) > 0:
         return
-    ratio = length.last() / length.first(3)
+    ratio, least = length.last() / length.first(3), LIMITS["length_changes"]
     gained = reward.last() - reward.first(3) > 0.1 * (float(run.series("reward/std").values.max(initial=0.0)) or 1.0)
-    if gained or 0.4 < ratio < 2.5:
+    if gained or 1 / least < ratio < least:
         return
     grown = ratio > 1
-    bound = length.first(3) * (2.5 if grown else 0.4)
+    bound = length.first(3) * (least if grown else 1 / least)
     yield Finding(
-        what=f"Answers {'grow' if grown else 'shrink'} from {length.first(3):.0f} to {length.last():.0f} "
-        "tokens, and the reward "
-        "gains nothing by it",
+        what=f"Answers {'grow' if grown else 'shrink'} from {length.first(3):.0f} to {length.last():.0f} tokens, and the "
+        "reward gains nothing by it",
         evidence=(length.shown(), reward.shown(), run.series("stop/length").shown()),
-        remedy="Is the loss a mean over sequences, which favours long wrong answers "
-        "(trainer.algorithm.loss_reduction)? Is a "
-        "negative reward escaped by saying little, or a positive one by saying more?",
+        remedy="Is the loss a mean over sequences, which favours long wrong answers (trainer.algorithm.loss_reduction)? "
+        "Is a negative reward escaped by saying little, or a positive one by saying more?",
         since=length.since((lambda values: values >= bound) if grown else (lambda values: values <= bound)),
         certainty=0.8,
-        rows=rows_of([each for each in run.trajectories if each.step in run.last_steps]),
+        rows=rows_of(run.late),
     )
 
 
@@ -126,16 +141,17 @@ def repetition(run: Tables) -> Iterator[Finding]:
                 by_step.setdefault(each.step, []).append((_repeated(words), each))
     steps = [step for step in sorted(by_step) if len(by_step[step]) >= 4]
     shares = np.array([np.mean([share for share, _ in by_step[step]]) for step in steps])
-    if len(steps) < 2 or shares[-2:].mean() < 0.35:
+    least = LIMITS["repetition"]
+    if len(steps) < 2 or shares[-2:].mean() < least:
         return
     series = Series("share of repeated 4-grams", np.array(steps), shares)
-    shown = [each for share, each in by_step[steps[-1]] if share >= 0.35]
+    shown = [each for share, each in by_step[steps[-1]] if share >= least]
     yield Finding(
         what=f"Answers repeat themselves: {shares[-2:].mean():.0%} of their sequences of four tokens came before",
         evidence=(series.shown(),),
         remedy="Look at the rows: is repetition paid (a reward by length), or has training broken the model? Lower the "
         "learning rate, keep a KL to the reference, and cut repeating answers off with a reward of their own",
-        since=series.since(lambda values: values >= 0.35),
+        since=series.since(lambda values: values >= least),
         certainty=0.85,
         rows=rows_of(shown),
     )
@@ -144,7 +160,7 @@ def repetition(run: Tables) -> Iterator[Finding]:
 def unreadable_answers(run: Tables) -> Iterator[Finding]:
     """From the first step on the model is as unsure of its own tokens as if it could not read: another tokenizer, or none of
     its weights."""
-    first = [each for each in run.trajectories if each.step in run.first_steps]
+    first = run.early
     logprobs = [column for each in first if (column := each.column("logprobs")) is not None and len(column)]
     ids = [column for each in first if (column := each.column("token_ids")) is not None and len(column)]
     broken = [each for each in first if each.text.count("\ufffd") > 0.02 * max(1, len(each.text))]
@@ -152,7 +168,7 @@ def unreadable_answers(run: Tables) -> Iterator[Finding]:
         return
     surprise = -float(np.mean(np.concatenate(logprobs)))
     most = float(np.log(max(column.max() for column in ids) + 1))
-    if surprise < 0.5 * most and len(broken) < 0.3 * len(first):
+    if surprise < LIMITS["unreadable_answers"] * most and len(broken) < 0.3 * len(first):
         return
     yield Finding(
         what=f"The model does not know the tokens that it samples: {surprise:.1f} nats a token from the first step on, of "
@@ -160,10 +176,74 @@ def unreadable_answers(run: Tables) -> Iterator[Finding]:
         evidence=(f"{len(broken)} of {len(first)} first answers hold characters that no text has (U+FFFD)",),
         remedy="The tokenizer belongs to another model, or the weights were not loaded: compare the vocabulary sizes of "
         "model.path and its tokenizer, and look for warnings of missing weights in run.log",
-        since=min(run.first_steps, default=None),
+        since=min(each.step for each in first),
         certainty=0.85,
         rows=rows_of(broken or first),
     )
+
+
+def questions_not_read(run: Tables) -> Iterator[Finding]:
+    """From the first step on answers have no more of their own question than of another's: neither words nor the result.
+
+    A model that is asked in a template or by a tokenizer that it was not trained with guesses what it is asked. Means over
+    questions are compared with their standard error (a permutation test).
+    """
+    steps = sorted({each.step for each in run.trajectories})[
+        : max(4, len({each.step for each in run.trajectories}) // 2)
+    ]
+    answers = [each for each in run.trajectories if each.step in steps and each.prompt and each.text]
+    prompts = {each.uid: frozenset(_WORD.findall(each.prompt.lower())) for each in answers}
+    truths = {each.uid: each.truth for each in answers}
+    often = Counter(word for words in prompts.values() for word in words)
+    if len(prompts) < _FEW:
+        return
+    words: dict[str, list[float]] = {uid: [] for uid in prompts}
+    results: dict[str, list[float]] = {uid: [] for uid in prompts}
+    alike: list[float] = []
+    uids = list(prompts)
+    for each in answers:
+        said = {word for word in _WORD.findall(each.text.lower()) if 0 < often[word] <= len(prompts) / 2}
+        result, place = last_number(each.text), uids.index(each.uid)
+        others = [uids[(place + shift) % len(uids)] for shift in range(1, 9)]
+        alike += [len(said & prompts[uid]) for uid in others]
+        words[each.uid].append(len(said & prompts[each.uid]) - float(np.mean(alike[-8:])))
+        right = [bool(result) and result == last_number(truths[uid] or "") for uid in (each.uid, *others)]
+        results[each.uid].append(right[0] - float(np.mean(right[1:])))
+    of_words, of_results = (_errors_above(list(map(np.mean, each.values()))) for each in (words, results))
+    most, is_foreign = LIMITS["questions_not_read"], _is_foreign(answers)
+    if np.mean(alike) < 0.3 or of_words > most * (2 if is_foreign else 1) or of_results > most:
+        return
+    yield Finding(
+        what="Answers have nothing to do with their questions: they have no more of their words, and no more often their "
+        "results, than of other rows'",
+        evidence=(
+            f"words of an answer that stand in its question, above those of other questions: {of_words:.1f} standard errors",
+            f"results that are the row's truth, above those of other rows: {of_results:.1f} standard errors",
+            *(
+                ("no prompt holds the token that ends answers, as a template of another model would leave it",)
+                * is_foreign
+            ),
+            run.series("reward/mean").shown(),
+        ),
+        remedy="The model does not read what it is asked: print a prompt as it is rendered. Is the chat template the one of "
+        "this model, and the tokenizer, and is the question within data.max_prompt_length?",
+        since=steps[0],
+        certainty=0.8,
+        rows=rows_of(answers),
+    )
+
+
+def _is_foreign(answers: Sequence[Trajectory]) -> bool:
+    """True where the token that ends answers stands in no prompt, in which it ends what the user says."""
+    ended = [turn for each in answers for turn in each.turns if turn.stop_reason == "stop"]
+    ids = Counter(int(turn.token_ids[-1]) for turn in ended if turn.token_ids is not None and len(turn.token_ids))
+    prompts = [turn.added_token_ids for turn in ended if turn.added_token_ids is not None]
+    return bool(ids and prompts) and not any(ids.most_common(1)[0][0] in prompt for prompt in prompts)
+
+
+def _errors_above(values: Sequence[float]) -> float:
+    """Return a mean in units of its standard error."""
+    return float(np.mean(values) / max(1e-9, np.std(values) / np.sqrt(len(values))))
 
 
 def calls_not_read(run: Tables) -> Iterator[Finding]:
@@ -173,7 +253,8 @@ def calls_not_read(run: Tables) -> Iterator[Finding]:
     trying = [each for each in run.trajectories if _CALL.search(each.text)]
     unread = [each for each in trying if not any(turn.has_tool_calls for turn in each.turns)]
     bad = malformed.last() / max(1e-9, malformed.last() + calls.last()) if len(malformed) and len(calls) else 0.0
-    if bad < 0.5 and not (len(trying) >= 20 and len(unread) > 0.5 * len(trying)):
+    most = LIMITS["calls_not_read"]
+    if bad < most and not (len(trying) >= 20 and len(unread) > most * len(trying)):
         return
     yield Finding(
         what=f"Calls of tools are not read: {len(unread)} of {len(trying)} answers with a call had none that "
@@ -186,17 +267,22 @@ def calls_not_read(run: Tables) -> Iterator[Finding]:
 
 
 def entropy_collapses(run: Tables) -> Iterator[Finding]:
-    """The policy stops exploring before it has learned the task (Cui et al., arXiv:2505.22617)."""
+    """The policy stops exploring before it has learned the task (Cui et al., arXiv:2505.22617).
+
+    They find that entropy is what reward is paid with, R = -a exp(H) + b. So five times the limit is enough where the
+    reward is lower than at first by a fifth of its deviation, which is more than noise: that entropy bought nothing.
+    """
     entropy, reward = run.series("policy/entropy"), run.series("reward/mean")
-    if len(entropy) < 6 or entropy.last() > 0.1 * entropy.first(3):
+    third = len(reward) // 3
+    if len(entropy) < 6 or not third:
         return
-    best = max((each.reward or 0.0 for each in run.trajectories), default=0.0)
-    least = min((each.reward or 0.0 for each in run.trajectories if each.reward is not None), default=0.0)
-    if best <= least or (reward.last() - least) > 0.6 * (best - least):
+    bought = float(np.mean(reward.values[-third:]) - np.mean(reward.values[:third]))
+    lost = bought < -0.2 * run.series("reward/std").values.max(initial=0.0)
+    bound = LIMITS["entropy_collapses"] * entropy.first(3) * (5 if lost else 1)
+    best, least = run.largest_reward, run.least_reward
+    if entropy.last() > bound or best <= least or (reward.last() - least) > 0.6 * (best - least):
         return
-    distinct = [
-        len({each.text for each in group}) / len(group) for group in run.groups() if group[0].step in run.last_steps
-    ]
+    distinct = [len({each.text for each in group}) / len(group) for group in run.groups(run.late)]
     yield Finding(
         what=f"The entropy fell from {entropy.first(3):.3g} to {entropy.last():.3g} nats, and the reward stays at "
         f"{reward.last():.3g} of {best:g}",
@@ -204,10 +290,15 @@ def entropy_collapses(run: Tables) -> Iterator[Finding]:
         + ((f"distinct texts in a group of the last steps: {np.mean(distinct):.0%}",) if distinct else ()),
         remedy="Raise the upper clip (trainer.algorithm.eps_clip_high), add an entropy bonus, sample at temperature 1, or "
         "lower the learning rate",
-        since=entropy.since(lambda values: values <= 0.1 * entropy.first(3)),
+        since=entropy.since(lambda values: values <= bound),
         certainty=0.8,
-        rows=rows_of([each for each in run.trajectories if each.step in run.last_steps]),
+        rows=rows_of(run.late),
     )
+
+
+def _marks(each: Trajectory) -> list[str]:
+    """Return the marks of a chat template in an answer, but for the one that ends it."""
+    return [match.group().strip() for turn in each.turns for match in _MARKS.finditer(_END.sub("", turn.text))]
 
 
 def _repeated(words: Sequence[object]) -> float:
@@ -236,7 +327,7 @@ def tokens_trained(run: Tables) -> Iterator[Finding]:
         if expected and abs(value - expected) > 1e-6 * expected and value != sampled:
             differences.append((step, value - expected, expected, len(turns)))
     complete = len(rows) > 0 and all(_is_whole(run, step, own) for step, own in by_step.items())
-    if not complete or len(differences) < 2 or len(differences) < 0.8 * len(by_step):
+    if not complete or len(differences) < 2 or len(differences) < LIMITS["tokens_trained"] * len(by_step):
         return
     step, difference, expected, turns_there = differences[0]
     per_turn = difference / max(1, turns_there)

@@ -9,7 +9,12 @@ from collections.abc import Iterator, Sequence, Sized
 import numpy as np
 
 from skyrl_train.doctor.findings import Finding, Level, row_of
-from skyrl_train.doctor.tables import Tables, Trajectory
+from skyrl_train.doctor.limits import LIMITS
+from skyrl_train.doctor.tables import Tables
+from skyrl_train.doctor.trajectories import Trajectory
+
+_SAME_ENTROPY = 0.08
+"""Share by which the entropy of a policy that learns changes at least."""
 
 
 def duplicated_prompts(run: Tables) -> Iterator[Finding]:
@@ -21,7 +26,7 @@ def duplicated_prompts(run: Tables) -> Iterator[Finding]:
     copies = [list(rows.values()) for rows in by_text.values() if len(rows) > 1]
     prompts = sum(map(len, by_text.values()))
     doubled = sum(len(rows) - 1 for rows in copies)
-    if prompts < 20 or doubled < 0.1 * prompts:
+    if prompts < 20 or doubled < LIMITS["duplicated_prompts"] * prompts:
         return
     yield Finding(
         what=f"{doubled} of the {prompts} prompts that were read are copies of others",
@@ -39,6 +44,8 @@ def order_repeats(run: Tables) -> Iterator[Finding]:
     epoch = run.plan.get("batches_per_epoch")
     seen: dict[tuple[int, ...], int] = {}
     again: list[tuple[int, int]] = []
+    if len(run.series("curriculum/new_fraction")):
+        return  # its order is no order of the data
     for step, uids in sorted(batches.items()):
         key = tuple(sorted(uids))
         before = seen.get(key)
@@ -47,7 +54,7 @@ def order_repeats(run: Tables) -> Iterator[Finding]:
             again.append((step, before))
         seen[key] = step
     distances = Counter(step - before for step, before in again)
-    if len(again) < 2:
+    if len(again) < LIMITS["order_repeats"]:
         return
     distance, count = distances.most_common(1)[0]
     step, before = next(pair for pair in again if pair[0] - pair[1] == distance)
@@ -62,7 +69,11 @@ def order_repeats(run: Tables) -> Iterator[Finding]:
 
 
 def few_prompts_again(run: Tables) -> Iterator[Finding]:
-    """A few prompts fill the batches while most of the data is never tried: a curriculum that is stuck, or a filter."""
+    """A few prompts fill the batches while most of the data is never tried: a curriculum that is stuck, or a filter.
+
+    A curriculum asks what it knows again on purpose, and is not stuck as long as its batches have prompts that are new (the
+    exploration of a bandit: Auer et al., Machine Learning 47, 2002).
+    """
     batches = run.facts.uids_by_step()
     steps = sorted(batches)
     epoch = run.plan.get("batches_per_epoch")
@@ -72,7 +83,7 @@ def few_prompts_again(run: Tables) -> Iterator[Finding]:
         return
     share = len(set(asked)) / len(asked)
     new = run.series("curriculum/new_fraction")
-    if share > 0.5:
+    if share > LIMITS["few_prompts_again"] or new.last() > 0:
         return
     often = Counter(asked).most_common(3)
     yield Finding(
@@ -106,9 +117,10 @@ def evaluation_is_trained_on(run: Tables) -> Iterator[Finding]:
             if text not in trained and len(own & other) >= 0.8 * len(own | other):
                 near.append((each, row))
                 break
-    if len(equal) >= 2 and len(equal) >= 0.05 * len(held):
+    least = LIMITS["evaluation_is_trained_on"] * len(held)
+    if len(equal) >= 2 and len(equal) >= least:
         yield _trained_on(equal, held, "stand in the training data", certainty=0.95, level="problem")
-    if len(near) >= 2 and len(near) >= 0.05 * len(held):  # questions made from one template are often so near
+    if len(near) >= 2 and len(near) >= least:  # questions made from one template are often so near
         level: Level = "problem" if len(near) > 0.3 * len(held) else "note"
         yield _trained_on(near, held, "are rewordings of training rows", certainty=0.8, level=level)
 
@@ -129,33 +141,30 @@ def _trained_on(
 
 def nothing_is_learned(run: Tables) -> Iterator[Finding]:
     """Rewards differ within groups, gradients are there, and nothing moves: a learning rate that is too low,
-    frozen weights."""
+    frozen weights. Where updates do change what the policy says, slow learning looks the same, and a note says so."""
     reward, entropy = run.series("reward/mean"), run.series("policy/entropy")
-    spread = run.series("group/zero_variance")
-    kl = run.series("policy/approx_kl")
-    if len(reward) < 10 or not len(entropy) or not spread.last() < 0.7:
+    kl, drift = run.series("policy/approx_kl"), run.series("off_policy/drift_abs_mean")
+    if len(reward) < 10 or not len(entropy) or not run.series("group/zero_variance").last() < 0.9:
         return
     noise = float(np.std(np.diff(reward.values))) / np.sqrt(2) + 1e-9
     third = max(1, len(reward) // 3)
     gain = float(np.mean(reward.values[-third:]) - np.mean(reward.values[:third]))
     change = abs(entropy.last() / entropy.first() - 1) if entropy.first() else 0.0
-    still = abs(gain) < 2 * noise / np.sqrt(third) + 0.02 and change < 0.08
-    if not still:
+    least = LIMITS["nothing_is_learned"]
+    moved = np.abs(drift.values) if len(drift) else np.sqrt(2 * np.abs(kl.values))
+    moves = len(moved) > 0 and float(np.median(moved)) > least
+    if abs(gain) > 2 * noise / np.sqrt(third) + 0.02 or (moves and change > _SAME_ENTROPY):
         return
-    moves = len(kl) > 0 and np.median(np.abs(kl.values)) > 1e-4
+    level: Level = "problem" if len(reward) >= 15 else "warning"
     yield Finding(
         what="The run learns nothing, though samples of a prompt differ in reward: reward and entropy stay where they were",
-        evidence=(reward.shown(), entropy.shown(), kl.shown(), run.series("policy/grad_norm").shown(), _rate(run)),
+        evidence=(reward.shown(), entropy.shown(), kl.shown(), drift.shown(), run.series("policy/lr").shown(digits=2)),
         remedy="Raise trainer.policy.optimizer.lr tenfold and look whether policy/approx_kl follows; see that the weights "
         "which are trained are those that sample (an adapter that is merged, a scheduler that begins at 0)",
-        level="problem" if len(reward) >= 15 and not moves else "warning",
+        level="note" if moves else level,
         since=int(reward.steps[0]),
         certainty=0.75 if not moves else 0.5,
     )
-
-
-def _rate(run: Tables) -> str:
-    return run.series("policy/lr").shown(digits=2)
 
 
 def _plain(text: str) -> str:

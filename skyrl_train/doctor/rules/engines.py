@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from skyrl_train.doctor.findings import Finding, rows_of
-from skyrl_train.doctor.tables import Series, Tables, Trajectory
+from skyrl_train.doctor.limits import LIMITS
+from skyrl_train.doctor.tables import Series, Tables
+from skyrl_train.doctor.trajectories import Trajectory
 
 _WEIGHTS = (
     "Do the engines get the weights (generator.verify_weight_sync=true, weight_sync.jsonl)? Do they compute in another type "
     "(generator.vllm.dtype) or with rounded weights (generator.quantization)? Recorded rollouts are of other weights"
 )
+LARGEST_DRIFT = 0.2
+"""Mean distance of the engine's log-probabilities from the trainer's, nats a token, that one step alone is warned about."""
 _SMALL = 1e-3
 """Nats a token that two kernels of one float type differ by at the most."""
 
@@ -34,7 +38,7 @@ def stale_weights(run: Tables) -> Iterator[Finding]:
     mismatch = _mismatch(run)
     if len(mismatch) >= 4:
         usual = max(_SMALL, mismatch.first(2))
-        if mismatch.last(3) > 5 * usual and _rises(mismatch):
+        if mismatch.last(3) > LIMITS["stale_weights"] * usual and _rises(mismatch):
             split = _split(run)
             yield Finding(
                 what="The engine samples from other weights than the trainer's: their log-probabilities move apart"
@@ -44,7 +48,7 @@ def stale_weights(run: Tables) -> Iterator[Finding]:
                 remedy=_WEIGHTS,
                 since=mismatch.since(lambda values: values > 2 * usual),
                 certainty=0.95,
-                rows=rows_of([each for each in run.trajectories if each.step in run.last_steps]),
+                rows=rows_of(run.late),
             )
 
 
@@ -57,19 +61,23 @@ def computes_otherwise(run: Tables) -> Iterator[Finding]:
     mismatch, entropy = _mismatch(run), run.series("policy/entropy")
     if len(mismatch) < 2 or mismatch.first(2) < _SMALL or mismatch.last() > 5 * mismatch.first(2):
         return
+    is_exact = (
+        run.settings.get("model.dtype") == "float32"
+    )  # then rounding alone makes a hundredth of what 16 bits make
+    least = LIMITS["computes_otherwise"] * (0.1 if is_exact else 1.0)
     slope, correlation = _slope(run)
     surprise = _surprise(run)
     at_once = entropy.at(surprise.steps) if len(surprise) else np.zeros(0)
     ratio = float(np.nanmedian(surprise.values / at_once)) if len(at_once) and np.isfinite(at_once).any() else 1.0
     tempered = (correlation > 0.9 and abs(slope - 1) > 0.08) or (mismatch.first(2) > 0.02 and abs(ratio - 1) > 0.1)
     outside = run.series("mismatch/ratio_outside_10_percent")
-    if not tempered and (len(outside) == 0 or outside.last() < 0.01) and mismatch.last() < 0.01:
+    if not tempered and (len(outside) == 0 or outside.last() < 0.01) and mismatch.first() < least:
         return
     what = (
         "Trainer and engine apply another temperature: the trainer's log-probabilities are those of a distribution that is "
         f"{'flatter' if ratio < 1 or slope < 1 else 'sharper'}"
         if tempered
-        else f"Trainer and engine compute otherwise: {mismatch.last():.2g} nats a token, from the first step on"
+        else f"Trainer and engine compute otherwise: {mismatch.first():.2g} nats a token, from the first step on"
     )
     yield Finding(
         what=what,
@@ -82,20 +90,39 @@ def computes_otherwise(run: Tables) -> Iterator[Finding]:
         level="problem" if tempered or mismatch.last() > 0.05 else "warning",
         since=int(mismatch.steps[0]),
         certainty=0.85,
-        rows=rows_of([each for each in run.trajectories if each.step in run.first_steps]),
+        rows=rows_of(run.early),
+    )
+
+
+def engine_drift(metrics: Mapping[str, float]) -> str:
+    """A warning where the engine's log-probabilities are those of another model than the trainer's; else empty, as where
+    tokens are of older weights and have to differ.
+
+    Rounding in 16-bit types and fused kernels moves a token's log-probability by hundredths in the mean.
+    """
+    if metrics.get("off_policy/age/max", 0.0) > 0:
+        return ""
+    names = ("mismatch/logprob_diff_mean", "policy/rollout_logprob_diff")
+    name = next((name for name in names if name in metrics), "")
+    if not name or metrics[name] <= LARGEST_DRIFT:
+        return ""
+    return (
+        f"{name} is {metrics[name]:.2g}: the engine's log-probabilities are not those of the trainer's weights. Does it "
+        "serve the weights that it is given? generator.verify_weight_sync=true compares them after each sync, for engines "
+        "on devices of their own"
     )
 
 
 def one_engine_behind(run: Tables) -> Iterator[Finding]:
-    """Some trajectories of a step agree with the trainer and others do not: one of several engines has other weights."""
+    """Some trajectories of a step agree with the trainer and others do not: one of several engines has other weights than
+    it says. Steps whose tokens are of older weights by their own versions are not asked."""
     share = _split(run)
     if not share:
         return
-    far = [each for each in run.trajectories if each.step in run.last_steps and _distance(each) > 10 * _SMALL]
+    far = [each for each in run.late if _distance(each) > 10 * _SMALL]
     yield Finding(
-        what=f"{share:.0%} of the trajectories of a step come from other weights, the rest from the trainer's: "
-        "one engine is "
-        "behind",
+        what=f"{share:.0%} of the trajectories of a step come from other weights, the rest from the trainer's: one engine "
+        "is behind",
         evidence=tuple(f"{each.name}: {_distance(each):.2g} nats a token" for each in far[:3]),
         remedy="One engine misses weight syncs: see weight_sync.jsonl for which, and engines/serving",
         certainty=0.96,
@@ -110,7 +137,7 @@ def too_old(run: Tables) -> Iterator[Finding]:
     if not len(age) or not isinstance(bound, int) or isinstance(bound, bool):
         return
     over = np.flatnonzero(age.values > bound)
-    if len(over) < 2:
+    if len(over) < LIMITS["too_old"]:
         return
     yield Finding(
         what=f"Trained tokens are up to {age.values.max():.0f} versions old, and trainer.max_staleness={bound}",
@@ -130,7 +157,7 @@ def one_group_is_waited_for(run: Tables) -> Iterator[Finding]:
     idle = 1 - busy.at(steps) / np.maximum(generate.values, 1e-9)
     alone = run.series("timing/wait/environments_alone")
     late = float(np.nanmedian(idle[-10:]))
-    if not late > 0.6 or not generate.last() > 1.0:
+    if not late > LIMITS["one_group_is_waited_for"] or not generate.last() > 1.0:
         return
     first = float(np.nanmedian(idle[:3]))
     yield Finding(
@@ -158,7 +185,7 @@ def steps_get_slower(run: Tables) -> Iterator[Finding]:
     rate = seconds.values / np.maximum(np.nan_to_num(tokens.at(seconds.steps), nan=1.0), 1.0)
     third = len(rate) // 3
     early, late = float(np.median(rate[:third])), float(np.median(rate[-third:]))
-    if late < 2 * early:
+    if late < LIMITS["steps_get_slower"] * early:
         return
     phases = [name for name in run.names if name.startswith("timing/") and name.count("/") == 1 and "per_s" not in name]
     grown = max(
@@ -183,13 +210,12 @@ def memory_grows(run: Tables) -> Iterator[Finding]:
         values = series.values[len(series) // 4 :]
         trend = float(np.corrcoef(np.arange(len(values)), values)[0, 1]) if np.ptp(values) > 0 else 0.0
         grown = values[-1] - values[0]
-        if trend > 0.95 and grown > 0.15 * values[0] and np.mean(np.diff(values) > 0) > 0.6:
+        if trend > 0.95 and grown > LIMITS["memory_grows"] * values[0] and np.mean(np.diff(values) > 0) > 0.6:
             yield Finding(
                 what=f"`{name}` rises with every step, by {grown:.2g} GiB since step {series.steps[len(series) // 4]}",
                 evidence=(series.shown(),),
-                remedy="Something keeps what each step makes: an environment, a reward function or a custom "
-                "metric that appends "
-                "to a list is the usual one",
+                remedy="Something keeps what each step makes: an environment, a reward function or a custom metric that "
+                "appends to a list is the usual one",
                 level="warning",
                 since=int(series.steps[len(series) // 4]),
                 certainty=0.8,
@@ -206,11 +232,17 @@ def _distance(each: Trajectory) -> float:
 
 def _split(run: Tables) -> float:
     """Return which share of the last steps' trajectories is far from the trainer, where the others are near; else 0."""
-    distances = [_distance(each) for each in run.trajectories if each.step in run.last_steps and each.turns]
-    near = sum(0 < each < 3 * _SMALL for each in distances)
+    # The policy scores the rows of a step that come after its first optimizer step, often half of them.
+    age = run.series("off_policy/age/max")
+    known_old = set(age.steps[age.values > 0].tolist())
+    scored = [each for each in run.late if each.step not in known_old and each.column("policy_logprobs") is not None]
+    distances = [_distance(each) for each in scored]
+    near = sum(each < 3 * _SMALL for each in distances)
     far = sum(each > 10 * _SMALL for each in distances)
     whole = near + far
-    return far / whole if whole >= 16 and 0.1 <= far / whole <= 0.9 and whole > 0.8 * len(distances) else 0.0
+    least = LIMITS["one_engine_behind"]
+    mixed = whole >= 16 and least <= far / whole <= 1 - least and whole > 0.8 * len(distances)
+    return far / whole if mixed else 0.0
 
 
 def _slope(run: Tables) -> tuple[float, float]:
@@ -218,9 +250,8 @@ def _slope(run: Tables) -> tuple[float, float]:
     where the trainer's were not recorded."""
     pairs = [
         (engine, policy)
-        for each in run.trajectories
-        if each.step in run.first_steps
-        and (engine := each.column("logprobs")) is not None
+        for each in run.early
+        if (engine := each.column("logprobs")) is not None
         and (policy := each.column("policy_logprobs")) is not None
         and len(engine) == len(policy)
     ]

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from skyrl_train.doctor.findings import Finding, row_of, rows_of
-from skyrl_train.doctor.tables import Tables, Trajectory
+from skyrl_train.doctor.limits import LIMITS
+from skyrl_train.doctor.tables import Tables
+from skyrl_train.doctor.trajectories import Trajectory
 
 _CENTRED = ("grpo", "rloo", "dr_grpo")
 """Estimators whose advantages add up to 0 in a group."""
@@ -21,7 +23,11 @@ def not_finite(run: Tables) -> Iterator[Finding]:
         columns = (each.column(name) for name in ("logprobs", "policy_logprobs", "advantages"))
         if any(column is not None and not np.isfinite(column).all() for column in columns):
             rows.append(each)
-    ends = [(step, error) for step, error in run.failed_steps if "finite" in error or "NaN" in error or "nan" in error]
+    ends = [
+        (step, error)
+        for step, error in run.rollouts.failed_steps()
+        if "finite" in error or "NaN" in error or "nan" in error
+    ]
     if not values and not rows and not ends:
         return
     first = min([step for step, _ in values] + [each.step for each in rows] + [step for step, _ in ends])
@@ -49,27 +55,29 @@ def training_breaks(run: Tables) -> Iterator[Finding]:
     kl, norm, entropy = (run.series(f"policy/{name}") for name in ("approx_kl", "grad_norm", "entropy"))
     clip = run.series("policy/clip_fraction")
     scale = max(float(run.series("reward/std").values.max(initial=0.0)), 1e-9)
+    least = LIMITS["training_breaks"] * scale
     large = {
         "policy/approx_kl above 0.1": len(kl) > 0 and float(np.abs(kl.values).max()) > 0.1,
         "policy/clip_fraction above 0.4": len(clip) > 0 and float(clip.values.max()) > 0.4,
-        "policy/grad_norm ten times its median": len(norm) > 0 and norm.values.max() > 10 * np.median(norm.values),
+        "policy/grad_norm ten times what it was": any(
+            norm.values[index] > 10 * np.median(norm.values[:index]) > 0 for index in range(3, len(norm))
+        ),
         "policy/entropy threefold": len(entropy) > 5 and entropy.last() > 3 * entropy.first(3),
     }
     signs = [name for name, holds in large.items() if holds]
     never_rose = smooth[best] - smooth[0] < 0.1 * scale and lost < 0.1 * scale
-    if not signs or (lost < 0.3 * scale and not (never_rose and len(signs) >= 2)):
+    if not signs or (lost < least and not (never_rose and len(signs) >= 2)):
         return
     yield Finding(
         what=f"The reward fell from {smooth[best]:.3g} to {smooth[-1]:.3g} while updates were large"
-        if lost >= 0.3 * scale
+        if lost >= least
         else "Updates are so large that the reward never rises",
         evidence=(reward.shown(), kl.shown(), norm.shown(), entropy.shown(), run.series("policy/lr").shown(digits=2)),
-        remedy=f"Lower trainer.policy.optimizer.lr three- to tenfold, with warm-up ({', '.join(signs)}); go on "
-        "from a checkpoint "
-        f"before step {int(reward.steps[min(best + 1, len(reward) - 1)])}",
+        remedy=f"Lower trainer.policy.optimizer.lr three- to tenfold, with warm-up ({', '.join(signs)}); go on from a "
+        f"checkpoint before step {int(reward.steps[min(best + 1, len(reward) - 1)])}",
         since=int(reward.steps[min(best + 1, len(reward) - 1)]),
         certainty=0.6 + 0.1 * len(signs),
-        rows=rows_of([each for each in run.trajectories if each.step in run.last_steps]),
+        rows=rows_of(run.late),
     )
 
 
@@ -81,12 +89,11 @@ def gradient_always_clipped(run: Tables) -> Iterator[Finding]:
         if len(norm) < 5 or not isinstance(bound, (int, float)) or not bound > 0:
             continue
         share, ratio = float(np.mean(norm.values > bound)), float(np.median(norm.values)) / bound
-        if share < 0.95 or ratio < 3:
+        if share < 0.95 or ratio < LIMITS["gradient_always_clipped"]:
             continue
         yield Finding(
-            what=f"The gradient of the {model} is clipped in {share:.0%} of the steps, in the median to a "
-            f"{1 / ratio:.0%} of its "
-            "length",
+            what=f"The gradient of the {model} is clipped in {share:.0%} of the steps, in the median to a {1 / ratio:.0%} "
+            "of its length",
             evidence=(norm.shown(), f"{section}.optimizer.max_grad_norm={bound:g}"),
             remedy=f"Raise {section}.optimizer.max_grad_norm to what is usual here, "
             f"{np.median(norm.values):.2g}; with AdamW "
@@ -119,14 +126,13 @@ def advantages_off(run: Tables) -> Iterator[Finding]:
         centre = abs(float(advantages.mean()))
         if centre > 0.05 * max(float(np.abs(advantages).max()), 1e-12):
             off.append((centre, float(np.abs(advantages).max()), group[0]))
-    if checked >= 10 and len(off) > 0.5 * checked:
+    if checked >= 10 and len(off) > LIMITS["advantages_off"] * checked:
         centre, largest, shown = off[0]
         yield Finding(
             what=f"Advantages are not centred in {len(off)} of {checked} groups: {name} makes them add up to 0",
             evidence=(f"{shown.uid} of step {shown.step}: mean {centre:.3g}, largest {largest:.3g}",),
-            remedy="The advantages are not those of the estimator: is the baseline left out, or are groups torn "
-            "apart (a filter "
-            "after the estimate, samples of a prompt in two batches)? `skyrl-doctor audit` recomputes them",
+            remedy="The advantages are not those of the estimator: is the baseline left out, or are groups torn apart (a "
+            "filter after the estimate, samples of a prompt in two batches)? `skyrl-doctor audit` recomputes them",
             since=shown.step,
             certainty=0.9,
             rows=(row_of(shown),),
@@ -143,18 +149,30 @@ def advantages_off(run: Tables) -> Iterator[Finding]:
 
 
 def critic_diverges(run: Tables) -> Iterator[Finding]:
-    """The critic's loss grows and its values explain less than a constant would."""
+    """The critic's loss grows, or its values are far from any return: worse than a constant by more than that one's loss,
+    or in the mean outside of what rewards were by half their range (the values that bootstrapping drives out of the bounds
+    of the returns: van Hasselt et al., arXiv:1812.02648)."""
     loss, explained = run.series("critic/value_loss"), run.series("critic/explained_variance")
-    if len(loss) < 6 or not (loss.last() > 5 * max(loss.first(), 1e-9) or not np.isfinite(loss.last())):
-        return
-    if len(explained) and explained.last() > 0:
+    value = run.series("critic/value").at(explained.steps)
+    width = run.largest_reward - run.least_reward
+    outside = np.maximum(value - run.largest_reward, run.least_reward - value) > 0.5 * width
+    far = (explained.values < -1) | (outside & (width > 0))
+    grows = loss.last() > LIMITS["critic_diverges"] * max(loss.first(), 1e-9)
+    if len(loss) < 6 or not (grows or far.sum() >= 3) or (len(explained) and explained.last() > 0.1):
         return
     yield Finding(
-        what=f"The critic diverges: its loss grew from {loss.first():.3g} to {loss.last():.3g}",
-        evidence=(loss.shown(), explained.shown(), run.series("critic/grad_norm").shown()),
+        what=f"The critic diverges: its loss grew from {loss.first():.3g} to {loss.last():.3g}"
+        if grows
+        else f"The critic diverges: in {far.sum()} steps its values were farther off than a constant, or than any reward",
+        evidence=(
+            loss.shown(),
+            explained.shown(),
+            run.series("critic/value").shown(),
+            run.series("critic/grad_norm").shown(),
+        ),
         remedy="Lower critic.optimizer.lr, clip values (trainer.algorithm.critic_loss), and look whether returns are "
         "bounded: rewards of another scale need a normalisation",
-        since=loss.since(lambda values: values > 2 * loss.first()),
+        since=loss.since(lambda values: values > 2 * loss.first()) if grows else int(explained.steps[far.argmax()]),
         certainty=0.9,
     )
 
@@ -162,15 +180,18 @@ def critic_diverges(run: Tables) -> Iterator[Finding]:
 def critic_is_dead(run: Tables) -> Iterator[Finding]:
     """The critic explains nothing after many steps: it is not trained, or sees nothing."""
     explained, value = run.series("critic/explained_variance"), run.series("critic/value")
-    if len(explained) < 10 or explained.values[len(explained) // 3 :].max() > 0.05 or explained.last() < -0.5:
+    if (
+        len(explained) < 10
+        or explained.values[len(explained) // 3 :].max() > LIMITS["critic_is_dead"]
+        or explained.last() < -0.5
+    ):
         return
     norm = run.series("critic/grad_norm")
     still = len(value) > 5 and float(np.ptp(value.values)) < 1e-3 * max(1.0, float(np.abs(value.values).max()))
     yield Finding(
         what="The critic explains nothing of the returns" + (", and its values do not move" if still else ""),
         evidence=(explained.shown(), value.shown(), norm.shown(), run.series("critic/lr").shown(digits=2)),
-        remedy="Is it trained (critic.optimizer.lr, critic/grad_norm above 0), and with enough steps "
-        "before the policy "
+        remedy="Is it trained (critic.optimizer.lr, critic/grad_norm above 0), and with enough steps before the policy "
         "moves? A group estimator (grpo) needs no critic",
         level="problem" if still or norm.last() < 1e-8 else "warning",
         since=int(explained.steps[0]),
@@ -181,7 +202,11 @@ def critic_is_dead(run: Tables) -> Iterator[Finding]:
 def held_out_gets_worse(run: Tables) -> Iterator[Finding]:
     """Held-out loss or accuracy gets worse while training goes on to gain: overfitting."""
     loss, accuracy = run.series("eval/loss"), run.series("eval/accuracy")
-    if len(loss) >= 3 and loss.values[-1] > 1.1 * loss.values.min() and int(np.argmin(loss.values)) < len(loss) - 2:
+    if (
+        len(loss) >= 3
+        and loss.values[-1] > LIMITS["held_out_gets_worse"] * loss.values.min()
+        and int(np.argmin(loss.values)) < len(loss) - 2
+    ):
         best = int(np.argmin(loss.values))
         yield Finding(
             what=f"The held-out loss is lowest at step {loss.steps[best]} and rises since",
@@ -199,13 +224,11 @@ def held_out_gets_worse(run: Tables) -> Iterator[Finding]:
     ):
         best = int(np.argmax(accuracy.values))
         yield Finding(
-            what=f"Held-out accuracy fell from {accuracy.values[best]:.2f} to {accuracy.values[-1]:.2f}, and "
-            "the training reward "
-            "did not",
+            what=f"Held-out accuracy fell from {accuracy.values[best]:.2f} to {accuracy.values[-1]:.2f}, and the training "
+            "reward did not",
             evidence=(accuracy.shown(), reward.shown()),
-            remedy="The policy learns the training rows or what their reward pays: compare texts of both, take "
-            "the checkpoint "
-            f"of step {accuracy.steps[best]}",
+            remedy="The policy learns the training rows or what their reward pays: compare texts of both, take the "
+            f"checkpoint of step {accuracy.steps[best]}",
             level="warning",
             since=int(accuracy.steps[min(best + 1, len(accuracy) - 1)]),
             certainty=0.7,

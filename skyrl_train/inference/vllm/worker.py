@@ -246,7 +246,7 @@ class WorkerExtension:
     model_runner: Any
 
     def use_keyed_sampler(self) -> bool:
-        """See `vllm_sampler.use_keyed_sampler`."""
+        """Draw by keys of seed and position from now on; whether this runner can."""
         return use_keyed_sampler(self.model_runner)
 
     def round_weights(self, rounding: Rounding) -> None:

@@ -262,7 +262,7 @@ class SizedEngine(Protocol):
         ...
 
     def zero_grad(self) -> None:
-        """Forget what was accumulated."""
+        """Forget the gradient that was accumulated since the last optimizer step."""
         ...
 
     def traced(

@@ -44,11 +44,11 @@ class Probed(Protocol):
     def engine(self) -> SizedEngine: ...
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
-        """See `Learner.forward`."""
+        """Return log-probabilities or values, `[num_tokens]`, as `Learner.forward`."""
         ...
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
-        """See `Learner.forward_backward`."""
+        """Accumulate the gradient of a mini-batch, and return its metrics, as `Learner.forward_backward`."""
         ...
 
 

@@ -399,7 +399,7 @@ def read_reports(file: Path) -> dict[str, tuple[SizingReport, ...]]:
 
 
 def write_reports(file: Path, reports: Mapping[str, Sequence[SizingReport]]) -> None:
-    """Write what `read_reports` reads."""
+    """Write the reports of each model's ranks, by its name, as `read_reports` reads them."""
     content = {name: [asdict(report) for report in ranks] for name, ranks in reports.items()}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -1,34 +1,26 @@
 """Files of models that are not safetensors' own: GGUF, tokenizers' vocabularies, exports."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.model.files.export import export_model
-    from skyrl_train.model.files.image_processor import FamilyProcessor, image_reader, image_reading, pads_rows
-    from skyrl_train.model.files.reward_model import ScorerSettings, SequenceScorer, weights_identity
-    from skyrl_train.model.files.vocabulary import (
-        check_special_tokens,
-        check_special_tokens_of,
-        check_token_ids,
-        stated_vocabulary_size,
-        vocabulary_size,
+    from skyrl_train.model.files.export import export_model as export_model
+    from skyrl_train.model.files.image_processor import (
+        FamilyProcessor as FamilyProcessor,
+        image_reader as image_reader,
+        image_reading as image_reading,
+        pads_rows as pads_rows,
     )
-
-__all__ = [
-    "FamilyProcessor",
-    "ScorerSettings",
-    "SequenceScorer",
-    "check_special_tokens",
-    "check_special_tokens_of",
-    "check_token_ids",
-    "export_model",
-    "image_reader",
-    "image_reading",
-    "pads_rows",
-    "stated_vocabulary_size",
-    "vocabulary_size",
-    "weights_identity",
-]
+    from skyrl_train.model.files.reward_model import (
+        ScorerSettings as ScorerSettings,
+        SequenceScorer as SequenceScorer,
+        weights_identity as weights_identity,
+    )
+    from skyrl_train.model.files.vocabulary import (
+        check_special_tokens as check_special_tokens,
+        check_special_tokens_of as check_special_tokens_of,
+        check_token_ids as check_token_ids,
+        stated_vocabulary_size as stated_vocabulary_size,
+        vocabulary_size as vocabulary_size,
+    )
 
 __getattr__ = lazily(__name__)

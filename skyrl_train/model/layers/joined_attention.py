@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.layouts import Segment
+from skyrl_train.model.layers.linear import multiplies_halves
 from skyrl_train.model.parallel.tiles import is_traced
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -33,7 +34,7 @@ _MOST_CAUSAL = 16
 
 _WIDE = 768
 """Queries from which the kernel's backward works on 256 of them at a time: only then is it faster in half precision than in
-float32, which fewer are computed in."""
+float32, which fewer are computed in, and all where a processor has no instructions for it."""
 
 _SHORTEST_RUN = 16
 """Queries, on average. Shorter runs take more calls than they save."""
@@ -161,7 +162,7 @@ class _JoinedAttention(torch.autograd.Function):
             by_value.zero_()
         for part in ctx.parts.calls:
             queries, keys = slice(part.low, part.high), slice(part.start, part.stop)
-            q, k, v, o, by_o = given if part.high - part.low >= _WIDE else operands
+            q, k, v, o, by_o = given if part.high - part.low >= _WIDE and multiplies_halves() else operands
             # given the joined output and sums, the kernel forms the probabilities of the whole, not of the part
             found = _flash_backward(
                 by_o[:, :, queries],

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from skyrl_train.batch import ScoredTokens, TrainingInputBatch
 from skyrl_train.batch.layouts import Layout, find_scored, spread_to_rows
-from skyrl_train.model.layers.linear import product
+from skyrl_train.model.layers.linear import operand, product
 from skyrl_train.model.parallel.tensor_parallel import Vocabulary
 from skyrl_train.model.parallel.tiles import Tiles, make_tiles
 
@@ -85,7 +85,7 @@ class _TileMaths:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`[tokens, vocabulary]` in float32 (float64 for float64), and the derivative of the cap where there is one."""
-        z = product(hidden.to(self.compute_dtype), weight)
+        z = product(hidden.to(self.compute_dtype).to(weight.dtype), weight)
         z = z.to(_accumulator(z.dtype))
         if bias is not None:
             z += bias
@@ -130,7 +130,7 @@ class _TokenScore(torch.autograd.Function):
             _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths) if foresee and differentiated else None
         )
         expected = hidden.new_zeros(2, num_tokens, dtype=dtype)
-        tile_weight = weight.to(maths.compute_dtype)
+        tile_weight = operand(weight, maths.compute_dtype)
         is_own, targets = maths.vocabulary.own(targets, len(weight))
         kept: Tensor | None = None
         kept_slope: Tensor | None = None
@@ -171,7 +171,7 @@ class _TokenScore(torch.autograd.Function):
         if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, maths.mismatches):
             return foreseen.result(weight)
         found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths)
-        tile_weight = weight.to(maths.compute_dtype)
+        tile_weight = operand(weight, maths.compute_dtype)
         for tile in maths.tiles.of(hidden.shape[0]):
             z, slope = (kept, kept_slope) if kept is not None else maths.logits(hidden[tile], tile_weight, bias)
             log_p = z - log_sum_exp[tile, None]
@@ -324,7 +324,7 @@ def token_scores(
 
 @torch.no_grad()
 def _by_tile(hidden: Tensor, head: OutputHead, maths: _TileMaths, of_distribution: OfDistribution) -> Tensor:
-    weight = head.weight.to(maths.compute_dtype)
+    weight = operand(head.weight, maths.compute_dtype)
     tiles = (maths.logits(tile, weight, head.bias)[0] for tile in torch.split(hidden, maths.tiles.tokens_per_tile))
     return torch.cat([of_distribution(torch.log_softmax(maths.vocabulary.joined(z), dim=-1)) for z in tiles])
 
@@ -365,7 +365,7 @@ def score_tokens(
 
     def spread(values: Tensor) -> Tensor:
         own = values if scored.copies is None else values.index_select(0, scored.copies)
-        flat = own.new_zeros(rows.num_tokens).index_put((scored.tokens,), own)
+        flat = own.new_zeros((rows.num_tokens, *own.shape[1:])).index_put((scored.tokens,), own)
         return spread_to_rows(layout.combine(flat), rows)
 
     return TokenScores(logprobs=spread(logprobs), entropy=spread(entropy))

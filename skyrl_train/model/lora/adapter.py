@@ -27,6 +27,7 @@ from skyrl_train.config.models import LoraConfig, ModelConfig
 from skyrl_train.errors import CheckpointError, ModelError
 from skyrl_train.model.causal_lm import BUILTIN, load_causal_lm, resolve_model_path
 from skyrl_train.model.gguf import PYPI
+from skyrl_train.model.lora.several import let_several_compute
 from skyrl_train.model.vision.models import vision_of
 from skyrl_train.system import derive_seed
 
@@ -90,6 +91,8 @@ def add_adapter(
         parameter.requires_grad_(is_adapter(key, name) or (bool(head) and key.startswith(f"{head}.")))
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:  # PEFT takes the type of the frozen layer
             parameter.data = parameter.data.float()
+    if name != ADAPTER:
+        let_several_compute(model, [layer for _, layer in _layers(model)])
     if lora.dropout > 0:
         _drop(model, lora.dropout, seed)
 

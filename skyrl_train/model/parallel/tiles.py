@@ -45,11 +45,16 @@ def make_tiles(
     device_type: str, vocabulary: int, tokens_per_tile: int | None = None, tokens_per_product: int | None = None
 ) -> Tiles:
     """Return the tiles for a type of device, of the stated sizes where they are stated."""
-    on_host = (_traced_for or device_type) == "cpu"
-    budget = ELEMENTS_PER_TILE if on_host else ELEMENTS_PER_TILE_ACCELERATOR
+    is_host = on_host(device_type)
+    budget = ELEMENTS_PER_TILE if is_host else ELEMENTS_PER_TILE_ACCELERATOR
     size = tokens_per_tile or max(TOKENS_PER_TILE, budget // vocabulary)
-    product = tokens_per_product or (1 if on_host else TOKENS_PER_PRODUCT)
+    product = tokens_per_product or (1 if is_host else TOKENS_PER_PRODUCT)
     return Tiles(tokens_per_tile=size, tokens_per_product=max(1, product // size) * size)
+
+
+def on_host(device_type: str) -> bool:
+    """Whether tensors of this type of device are computed on a CPU, or traced for one."""
+    return (_traced_for or device_type) == "cpu"
 
 
 def is_traced() -> bool:

@@ -1,45 +1,25 @@
 """Parameters and shapes of a model, counted without its weights."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.model.sizes.counts import (
-        ModelSizes,
-        ParameterCounts,
-        known_architectures,
-        largest_parameter,
-        local_folder,
-        meta_model,
-        model_sizes,
-        of_depth,
-        read_architecture,
-        read_config,
-        remember,
-        remembered_file,
-        sizes_of_model,
-        source_stamps,
-        text_part,
-        weight_bytes,
+        ModelSizes as ModelSizes,
+        ParameterCounts as ParameterCounts,
+        known_architectures as known_architectures,
+        largest_parameter as largest_parameter,
+        local_folder as local_folder,
+        meta_model as meta_model,
+        model_sizes as model_sizes,
+        of_depth as of_depth,
+        read_architecture as read_architecture,
+        read_config as read_config,
+        remember as remember,
+        remembered_file as remembered_file,
+        sizes_of_model as sizes_of_model,
+        source_stamps as source_stamps,
+        text_part as text_part,
+        weight_bytes as weight_bytes,
     )
-
-__all__ = [
-    "ModelSizes",
-    "ParameterCounts",
-    "known_architectures",
-    "largest_parameter",
-    "local_folder",
-    "meta_model",
-    "model_sizes",
-    "of_depth",
-    "read_architecture",
-    "read_config",
-    "remember",
-    "remembered_file",
-    "sizes_of_model",
-    "source_stamps",
-    "text_part",
-    "weight_bytes",
-]
 
 __getattr__ = lazily(__name__)

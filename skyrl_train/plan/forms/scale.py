@@ -309,7 +309,7 @@ class Update:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The name of what takes most of the update's seconds."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
 

@@ -198,7 +198,7 @@ def layouts(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What engines may be."""
+    """The sizes and the number of engines that a form may have."""
 
     sizes: Mapping[int, bool]
     """GPUs that one engine may have, and whether that is the plainest number."""

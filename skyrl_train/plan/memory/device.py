@@ -12,17 +12,23 @@ from __future__ import annotations
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config import Config
-from skyrl_train.config.derived import LearnerSettings, ScheduleLength, layout_of, run_models
-from skyrl_train.config.models import STATE_BUCKET_BYTES, OptimizerConfig, mesh_sizes
+from skyrl_train.config import LoopConfig, MicroBatchConfig
+from skyrl_train.config.derived import LearnerSettings
+from skyrl_train.config.models import (
+    STATE_BUCKET_BYTES,
+    GeneratorConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    PlatformConfig,
+    mesh_sizes,
+)
 from skyrl_train.config.placement import Layout, Role, leaves_devices, shares_devices
-from skyrl_train.errors import MemoryLimitError, ModelError, Violation, byte_size, three_digits
+from skyrl_train.errors import MemoryLimitError, Violation, byte_size, three_digits
 from skyrl_train.learner.memory import DeviceShare, Effort, Phase, PredictedPasses
 from skyrl_train.model.sizes import model_sizes, of_depth, read_architecture
 from skyrl_train.parts import OPTIMIZERS
@@ -35,10 +41,10 @@ _GPUS_PER_NODE = 8
 """Of a node, where the placement binds nothing to one."""
 _MARGIN = 0.9
 """Of a node's memory that these may take: the rest is for processes, the object store and files that are read."""
-_PROCESS_BYTES = 550_000_000
-"""Of a run's process on a CPU without a model: Python, PyTorch and transformers, measured on Linux."""
 _ALL = 1 << 60
 """More bytes than any state has."""
+WANTED = 16_384
+"""Positions of a micro-batch from which on a larger one is hardly faster."""
 CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
 
@@ -197,134 +203,69 @@ def gigabytes(count: int) -> str:
     return f"{three_digits(count / 1e9)} GB"
 
 
-def plan_memory(
-    config: Config,
+def device_memory(
+    models: Mapping[Role, PredictedPasses],
+    device_bytes: int,
     *,
-    one_row: bool = False,
-    largest_only: bool = False,
-    announce: Callable[[str], object] = lambda _: None,
-) -> DeviceMemory | None:
-    """Predict what passes hold; None where `plan.device_memory_gb` asks for nothing.
+    trainer: LoopConfig,
+    generator: GeneratorConfig,
+    placement: PlacementConfig,
+    platform: PlatformConfig,
+    layout: Layout,
+    measured: Path,
+    one_row: bool,
+    largest_only: bool,
+) -> DeviceMemory:
+    """Reckon what lies on a device of so many bytes, and on a node, from what predicts the passes of each model.
 
     Args:
+        measured: The `memory.json` of a run of the same configuration; it need not be there.
         one_row: Whether it is enough to know that a row fits; budgets are then one row, or 0.
         largest_only: Whether it is enough to know the largest pass of each model: training, where it is trained.
-        announce: Told that a prediction will take a while, where nothing is remembered of the model.
 
-    Raises ModelError where a model's config cannot be had, or its step cannot be traced.
+    Raises ModelError where a model's step cannot be traced.
     """
-    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.sizes_itself else 0.0
-    device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
-    if not device_bytes:
-        return None
-    effort = Effort(how="compiled by XLA" if config.trainer.memory_probe == "xla" else "traced", announce=announce)
-    models = models_of(config, effort)
-    one_at_a_time = leaves_devices(config.placement, config.generator, config.platform)
-    engine = _engine_share(config)
+    one_at_a_time = leaves_devices(placement, generator, platform)
+    engine = _engine_share(placement, generator, platform)
     beside_models = 0 if one_at_a_time else int(engine * device_bytes)
-    margin_bytes = int(device_bytes * config.trainer.memory_margin)
+    margin_bytes = int(device_bytes * trainer.memory_margin)
     at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
-    context_bytes = 0 if config.platform.name == "cpu" else CONTEXT_BYTES
+    context_bytes = 0 if platform.name == "cpu" else CONTEXT_BYTES
     passes: list[PassMemory] = []
     for role, predicted in models.items():
-        sharing = _sharing(config, role, list(models))
+        sharing = _sharing(placement, role, list(models))
         others = 0 if one_at_a_time else sum(at_rest[other] for other in sharing if other != role)
-        contexts = context_bytes * _num_processes(config, len(sharing), engine=engine > 0)
+        contexts = context_bytes * _num_processes(placement, len(sharing), engine=engine > 0)
         limit = device_bytes - margin_bytes - contexts - others - beside_models
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
         for phase in phases[:1] if one_row or largest_only else phases:  # what can be trained can be scored
             found = _pass(predicted, role, phase, limit, one_row=one_row)
-            passes.append(found if one_row else _beside_measured(config, found, phase, predicted, others))
+            passes.append(found if one_row else _beside_measured(measured, found, phase, predicted, others))
     return DeviceMemory(
         device_bytes=device_bytes,
-        longest=config.generator.max_context_length,
+        longest=generator.max_context_length,
         margin_bytes=margin_bytes,
-        context_bytes=context_bytes * _num_processes(config, len(models), engine=engine > 0),
+        context_bytes=context_bytes * _num_processes(placement, len(models), engine=engine > 0),
         passes=tuple(passes),
         engine_bytes=int(engine * device_bytes),
         resident_bytes=sum(at_rest.values()) if beside_models else 0,
-        effort=effort.line(),
         moved_bytes=max(each.state_in_host_bytes for each in models.values()),
-        host=None if config.platform.name == "cpu" else plan_host_memory(config, models, layout_of(config)),
+        host=None
+        if platform.name == "cpu"
+        else host_memory(models, layout, trainer=trainer, generator=generator, placement=placement, platform=platform),
     )
 
 
-def peak_on_cpu(
-    config: Config, positions: Mapping[str, int], announce: Callable[[str], object] = lambda _: None
-) -> int | None:
-    """Predict the bytes that the process of a run in one process on a CPU takes at most, activations and logits included.
-
-    Args:
-        positions: By role, computed positions of its largest micro-batch in training.
-        announce: As in `plan_memory`.
-
-    None where ranks or engines are processes of their own, and where models take less than the process without them, which
-    is not worth a trace. Raises ModelError.
-    """
-    inline = config.platform.name == "cpu" and config.placement.backend == "inline"
-    if not inline or config.generator.has_own_devices or config.strategy.kind != "single":
-        return None
-    sizes = {each.role: model_sizes(each.model.path, revision=each.model.revision) for each in planned_models(config)}
-    if sum(4 * each.parameters for each in sizes.values()) < _PROCESS_BYTES / 4:
-        return None
-    models = models_of(config, Effort(announce=announce))
-    at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
-    in_pass = [
-        each.estimate("training", -(-positions[role] // each.longest)).peak_bytes - at_rest[role]
-        for role, each in models.items()
-        if role in positions
-    ]
-    engine = models["policy"].counts.total * (2 if config.model.dtype == "bfloat16" else 4)
-    held = _PROCESS_BYTES + engine + sum(at_rest.values()) + max(in_pass)
-    return int(held * (1 + config.trainer.memory_margin))  # what the allocator has freed, and keeps
-
-
-def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:
-    """Return what predicts the passes of each model that the run holds. A reference that is the policy without its adapter
-    is no model of its own. Raises ModelError."""
-    ranks = {
-        "policy": config.placement.policy_num_workers,
-        "reference": config.placement.ref_num_workers,
-        "critic": config.placement.critic_num_workers,
-    }
-    return {
-        settings.role: predicted_passes(
-            settings,
-            ranks[settings.role],
-            effort,
-            longest=config.generator.max_context_length,
-            image_tokens=config.data.max_prompt_length,
-            device_bytes=int(config.plan.device_memory_gb * 1e9),
-        )
-        for settings in planned_models(config)
-    }
-
-
-def planned_models(config: Config) -> Iterator[LearnerSettings]:
-    """Yield the models of a run, of the architecture that `plan.architecture` states in place of the policy's."""
-    for settings in run_models(config, lambda _: ScheduleLength()).learners:
-        path = settings.model.path
-        if config.plan.architecture and path == config.model.path:
-            path = config.plan.architecture
-        yield replace(settings, model=replace(settings.model, path=path))
-
-
-def head_violations(config: Config) -> Iterator[Violation]:
-    """Yield why ranks cannot share the micro-batches of a model whose config is on this machine: around attention they take
-    its heads apart."""
-    size, field = config.strategy.sequence_parallel_size, "strategy.sequence_parallel_size"
-    for settings in planned_models(config) if size > 1 else ():
-        with suppress(ModelError):
-            heads = model_sizes(settings.model.path, revision=settings.model.revision).num_heads
-            fitting = [each for each in range(1, min(heads, 2 * size) + 1) if heads % each == 0]
-            if heads % size:
-                yield Violation(
-                    field=field,
-                    rule=f"must divide the {heads} attention heads of {settings.model.path} ({settings.role})",
-                    value=str(size),
-                    remedy=f"try {field}={max((each for each in fitting if each < size), default=1)}"
-                    + (f" or {field}={larger}" if (larger := max(fitting)) > size else ""),
-                )
+def wanted_positions(batching: MicroBatchConfig, longest: int) -> int:
+    """Return the positions that have to fit: of the micro-batches that are stated, or `WANTED`, but one row at least."""
+    found = WANTED
+    if batching.sizes_itself:
+        found = min(WANTED, batching.max_positions)
+    elif batching.micro_batching == "token_budget":
+        found = batching.max_tokens_per_microbatch
+    elif batching.micro_batching == "fixed":
+        found = batching.micro_train_batch_size_per_gpu * longest
+    return max(longest, found)
 
 
 def predicted_passes(
@@ -411,11 +352,11 @@ def _pass(predicted: PredictedPasses, role: str, phase: Phase, limit_bytes: int,
 
 
 def _beside_measured(
-    config: Config, found: PassMemory, phase: Phase, predicted: PredictedPasses, others_bytes: int
+    measured_file: Path, found: PassMemory, phase: Phase, predicted: PredictedPasses, others_bytes: int
 ) -> PassMemory:
-    """With what a run of the same configuration measured, where `output_dir` holds its `memory.json`."""
+    """With what a run of the same configuration measured, where there is its `memory.json`."""
     try:
-        content = json.loads((Path(config.output_dir) / "memory.json").read_text(encoding="utf-8"))
+        content = json.loads(measured_file.read_text(encoding="utf-8"))
         report = content[found.role][0]
         measured = report["training" if phase == "training" else "forward"]
         same = all(report["facts"][name] == value for name, value in _expected_facts(predicted).items())
@@ -423,7 +364,7 @@ def _beside_measured(
             return found
         tokens, limit = int(measured["tokens"]), int(measured["limit_bytes"]) - others_bytes
         resident = predicted.resident_bytes(phase)
-        within = resident + int((limit - resident) / (1 + config.trainer.memory_margin))
+        within = resident + int((limit - resident) / (1 + predicted.settings.micro_batching.memory_margin))
         return replace(found, measured_tokens=tokens, predicted_tokens=predicted.token_budget(phase, within))
     except (OSError, ValueError, KeyError, TypeError, IndexError, MemoryLimitError):
         return found
@@ -443,27 +384,23 @@ def _expected_facts(predicted: PredictedPasses) -> dict[str, str]:
     }
 
 
-def _sharing(config: Config, role: Role, roles: list[Role]) -> list[Role]:
+def _sharing(placement: PlacementConfig, role: Role, roles: list[Role]) -> list[Role]:
     """The models on the same device, `role` among them."""
-    if config.placement.backend == "inline" or config.placement.colocate_all:
+    if placement.backend == "inline" or placement.colocate_all:
         return roles
-    if config.placement.colocate_policy_ref and role in ("policy", "reference"):
+    if placement.colocate_policy_ref and role in ("policy", "reference"):
         return [other for other in roles if other in ("policy", "reference")]
     return [role]
 
 
-def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
-    return 1 + engine if config.placement.backend == "inline" else num_models + engine
+def _num_processes(placement: PlacementConfig, num_models: int, *, engine: bool) -> int:
+    return 1 + engine if placement.backend == "inline" else num_models + engine
 
 
-def _engine_share(config: Config) -> float:
+def _engine_share(placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig) -> float:
     """Of the device, where an engine shares it."""
-    shares = (
-        shares_devices(config.placement, config.generator, config.platform)
-        and config.generator.has_own_devices
-        and config.platform.name != "cpu"
-    )
-    return config.generator.vllm.gpu_memory_utilization if shares else 0.0
+    shares = shares_devices(placement, generator, platform) and generator.has_own_devices and platform.name != "cpu"
+    return generator.vllm.gpu_memory_utilization if shares else 0.0
 
 
 def host_lines(memory: HostMemory) -> Iterator[str]:
@@ -474,11 +411,24 @@ def host_lines(memory: HostMemory) -> Iterator[str]:
     yield f"{byte_size(memory.num_bytes):>9}  in all ({there})"
 
 
-def plan_host_memory(config: Config, models: Mapping[Role, PredictedPasses], layout: Layout) -> HostMemory:
+def host_memory(
+    models: Mapping[Role, PredictedPasses],
+    layout: Layout,
+    *,
+    trainer: LoopConfig,
+    generator: GeneratorConfig,
+    placement: PlacementConfig,
+    platform: PlatformConfig,
+) -> HostMemory:
     """Reckon the node that keeps most, against `placement.host_memory_gb`. `models`: what predicts their passes, by role."""
-    found = [dict(_owners(config, models, seats)) for seats in _seats_by_node(layout).values()]
+    shared = leaves_devices(placement, generator, platform)
+    copies = trainer.background_checkpoints
+    found = [
+        dict(_owners(models, seats, shared=shared, copies=copies, engines=generator.has_own_devices))
+        for seats in _seats_by_node(layout).values()
+    ]
     owners = max(found, key=lambda one: sum(one.values()), default={})
-    return HostMemory(owners=owners, node_bytes=int(config.placement.host_memory_gb * 1e9))
+    return HostMemory(owners=owners, node_bytes=int(placement.host_memory_gb * 1e9))
 
 
 def _seats_by_node(layout: Layout) -> dict[int, Counter[str]]:
@@ -492,9 +442,10 @@ def _seats_by_node(layout: Layout) -> dict[int, Counter[str]]:
 
 
 def _owners(
-    config: Config, models: Mapping[Role, PredictedPasses], seats: Mapping[str, int]
+    models: Mapping[Role, PredictedPasses], seats: Mapping[str, int], *, shared: bool, copies: bool, engines: bool
 ) -> Iterator[tuple[str, int]]:
-    shared = leaves_devices(config.placement, config.generator, config.platform)
+    """Yield what a node keeps, and its bytes. `shared`: whether models and engines leave their devices in turn; `copies`:
+    whether checkpoints are written from copies; `engines`: whether engines have devices."""
     for role, model in models.items():
         ranks = seats.get(role, 0)
         trained = role != "reference"
@@ -506,10 +457,9 @@ def _owners(
             yield f"{role}, by strategy.cpu_offload", ranks * on_a_rank * (state + 4)
         if ranks and model.state_in_host_bytes:
             yield f"{role}, optimizer state by strategy.cpu_offload", ranks * model.state_in_host_bytes
-        if ranks and trained and config.trainer.background_checkpoints:
+        if ranks and trained and copies:
             yield f"{role}, copy that a checkpoint is written from", ranks * on_a_rank * state
-    engines = seats.get("engine", 0)
-    if engines and shared and config.generator.has_own_devices:
-        weight_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    if engines and shared and (asleep := seats.get("engine", 0)):
         policy = models["policy"]
-        yield "engines asleep", engines * policy.counts.total * policy.share.tensor_ranks * weight_bytes
+        weight_bytes = 2 if policy.settings.model.dtype == "bfloat16" else 4
+        yield "engines asleep", asleep * policy.counts.total * policy.share.tensor_ranks * weight_bytes

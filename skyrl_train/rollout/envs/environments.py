@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +18,7 @@ from skyrl_train.objects import ON_THREADS, has_object
 from skyrl_train.parts import ENVIRONMENTS
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, part_name, split_spec, unknown_name
 from skyrl_train.rollout.envs.model_code import in_sandbox, sandbox_lines
+from skyrl_train.system import install_command
 
 if TYPE_CHECKING:
     from skyrl_train.config.data import EnvironmentConfig
@@ -247,7 +248,8 @@ def resolve_environment(name: str) -> Callable[..., Environment]:
         registered = _gym_entry_points()
         if name not in registered:
             known = dict.fromkeys(sorted({*ENVIRONMENTS, *registered}))
-            raise unknown_name(name, known, field=ENVIRONMENTS.setting)
+            error = unknown_name(name, known, field=ENVIRONMENTS.setting)
+            raise error if registered else _without_gym(error)
         entry = registered[name]
     create = import_attr(entry, field=ENVIRONMENTS.setting) if isinstance(entry, str) else entry
     if not callable(create):
@@ -255,6 +257,12 @@ def resolve_environment(name: str) -> Callable[..., Environment]:
         remedy = "Point it at the class itself, e.g. my_package.my_env:MyEnv"
         raise ConfigError([Violation(field=ENVIRONMENTS.setting, rule=rule, value=value, remedy=remedy)])
     return cast("Callable[..., Environment]", create)
+
+
+def _without_gym(error: ConfigError) -> ConfigError:
+    """Say that skyrl-gym, which would have more names, is not installed, and how it is."""
+    told = f"skyrl-gym, which has more, is not installed: {install_command('gym')}"
+    return ConfigError([replace(each, remedy=f"{each.remedy}. Or {told}") for each in error.violations])
 
 
 def _is_registered(name: str) -> bool:

@@ -18,8 +18,7 @@ from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.environment import MODEL_CODE, runs_model_code
 from skyrl_train.errors import Violation
 from skyrl_train.registry import part_name
-from skyrl_train.system.sandbox import Level, Limits, SandboxUnavailable, missing, run
-from skyrl_train.system.sandbox import violations as sandbox_violations
+from skyrl_train.system.sandbox import Level, Limits, SandboxUnavailable, missing, run, violations as sandbox_violations
 
 _MEMORY_MB = 1024
 _OF_LCB = "has its tests run in the program's own interpreter, where no sandbox keeps them apart"

@@ -102,7 +102,7 @@ OF_PROMPT = ("prompt", "uid")
 OF_TRAJECTORY = ("completion", "completion_messages", "messages", "stop_reason", "response_length", "num_turns")
 PLURALS = {"completions": "completion", "prompts": "prompt"}
 """Names that functions of several trajectories may use, too."""
-LIBRARIES = {"math_verify": ("math_verify", "math")}
+LIBRARIES = {"math_verify": ("math_verify", "math"), "json_schema": ("jsonschema", "jsonschema")}
 """Modules that rewards of this package import where they are used, and the extra that installs them."""
 _GIVEN = (*OF_PROMPT, *OF_TRAJECTORY)
 

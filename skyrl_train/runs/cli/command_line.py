@@ -55,17 +55,17 @@ from skyrl_train.runs.cli.composition import (
     choices_of,
     clear_text_violations,
     is_hydra,
-    load_node,
     plain_values,
     reason,
     source_of,
     text_of,
     value_of,
 )
+from skyrl_train.runs.cli.conf_folder import conf_dir
 from skyrl_train.runs.cli.hydra_files import with_arguments_of_run
 from skyrl_train.runs.cli.machine import MACHINE_RULES, RL_MACHINE_RULES
 from skyrl_train.runs.cli.placement import violations_here
-from skyrl_train.runs.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, name_another_run, register_resolvers
+from skyrl_train.runs.cli.resolvers import HYDRA_VERSION_BASE, name_another_run, register_resolvers
 from skyrl_train.system import DISTRIBUTION, find_modules_here
 from skyrl_train.telemetry.logs import console_streams, learn_arguments, redact_text
 
@@ -117,6 +117,8 @@ class CommandLine:
         self._found: dict[str, Violation] = {}
         self.notes: dict[str, None] = {}
         """What to write instead of settings of before, each once."""
+        self.config: AnyConfig | None = None
+        """What the first of the runs would run with, after `violations`; None where it was not read, or has any."""
 
     def violations(self, arguments: Sequence[str], *, names_only: bool) -> list[Violation]:
         """Every problem with the arguments.
@@ -234,6 +236,8 @@ class CommandLine:
             loaded = read_root(plain_values(config), self._root.schema)
             rules = self._root.machine_rules if self._rules else None
             violations = violations_here(loaded, rules, trains=self._root.trains)
+        if not index and not loaded.violations:
+            self.config = loaded.config
         self.notes.update(dict.fromkeys(loaded.notes))
         fields = {violation.field for violation in violations}
         for violation in violations:
@@ -289,6 +293,8 @@ class CommandLine:
         return None
 
 
+FROM, FIND = "--from", "--find"
+"""Flags that are answered without a run: a configuration of another trainer, and settings that have words."""
 LOOK = "--look"
 """The flag of a command that takes the first look at a run and ends."""
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "output_dir")
@@ -314,6 +320,8 @@ def start(
         ours = version(DISTRIBUTION)
         sys.stdout.write(f"skyrl_train {ours} (Hydra {hydra.__version__}, Python {platform.python_version()})\n")
         return
+    if asked := next((each for each in (FROM, FIND) if each in sys.argv[1:]), None):
+        raise SystemExit(_answered(asked, sys.argv[1:], config_name))
     with console_streams(), ExitStack() as stack:
         looks = look is not None and LOOK in sys.argv
         if look is not None and looks:
@@ -333,6 +341,17 @@ def start(
         hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
 
 
+def _answered(flag: str, argv: list[str], config_name: str) -> int:
+    """Return the exit status of what `--from` and `--find` print."""
+    if flag == FROM:
+        from skyrl_train.runs.cli import migrate
+
+        return migrate.main(argv, config_name=config_name)
+    from skyrl_train.runs.cli import find
+
+    return find.main(argv, root_of(config_name).schema)
+
+
 def _no_experiment(config_name: str) -> str:
     """What a command without arguments is answered: the defaults are for a large model, and the bundled one would learn
     nothing from them."""
@@ -344,11 +363,11 @@ def _no_experiment(config_name: str) -> str:
     return f"Nothing was named to train. Begin with an experiment, and override what differs:\n{''.join(commands)}"
 
 
-def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> None:
-    """Check the arguments of an entry point whose root config is `config_name`.
+def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> AnyConfig | None:
+    """Check the arguments of an entry point whose root config is `config_name`, and return what they come to.
 
-    Prints every problem to stderr and raises SystemExit(2); returns where there is none, or where the arguments ask for
-    something that Hydra answers by itself, such as `--help`.
+    Prints every problem to stderr and raises SystemExit(2). Returns None where the arguments ask for something that Hydra
+    answers by itself, such as `--help`.
 
     Args:
         argv: the arguments without the program's name (`sys.argv[1:]`).
@@ -361,15 +380,16 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: 
         root = replace(root_of(config_name), trains=trains)
         flags = parse_flags(argv, root)
         if flags is None:
-            return
-        check(flags, config_name=flags.config_name or config_name, rules=rules, root=root)
+            return None
+        return check(flags, config_name=flags.config_name or config_name, rules=rules, root=root)
     except (SkyrlTrainError, HydraException) as error:
         sys.stderr.write(f"{redact_text(str(error))}\n")
         raise SystemExit(2) from None
 
 
-def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Root = RL_ROOT) -> None:
-    """Raises ConfigError with all problems of the parsed arguments."""
+def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Root = RL_ROOT) -> AnyConfig | None:
+    """Return what the parsed arguments come to, of a sweep its first run; None where only names were checked. Raises
+    ConfigError with all problems."""
     register_resolvers()
     with config_loader(flags.config_dir) as loader:
         search_path = [text for text in flags.overrides if text.lstrip("+~").startswith("hydra.searchpath=")]
@@ -388,6 +408,7 @@ def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Roo
         sys.stderr.write(f"note: {redact_text(note)}\n")
     if violations:
         raise ConfigError(violations)
+    return line.config
 
 
 def checked_config(arguments: Sequence[str], *, config_name: str, trains: bool = True) -> AnyConfig:
@@ -400,13 +421,9 @@ def checked_config(arguments: Sequence[str], *, config_name: str, trains: bool =
     flags = argparse.Namespace(config_dir=None, overrides=list(arguments), multirun=False, cfg=None, info=None)
     root = replace(root_of(config_name), trains=trains)
     name_another_run()
-    check(flags, config_name=config_name, rules=True, root=root)
-    with config_loader(None) as loader:
-        composer = Composer(loader, config_name, [])
-        config = composer.attempt([override for text in arguments for override in composer.parse(text)])
-        assert isinstance(config, DictConfig), "it was checked"
-        with as_in_a_run(config, 0, multirun=False):
-            return load_node(config, root.schema)
+    config = check(flags, config_name=config_name, rules=True, root=root)
+    assert config is not None, "values were checked, too"
+    return config
 
 
 def parse_flags(argv: Sequence[str], root: Root = RL_ROOT) -> argparse.Namespace | None:

@@ -25,6 +25,7 @@ from skyrl_train.config.derived import COMPILE
 from skyrl_train.config.door import MISSING, NotStated, Unresolved, load_root
 from skyrl_train.errors import DataError, Violation
 from skyrl_train.runs.cli.resolvers import derived
+from skyrl_train.system.files import write_atomically
 
 T = TypeVar("T")
 
@@ -233,8 +234,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def write_yaml(content: Mapping[str, Any], path: Path) -> None:
-    """Write plain nested values, e.g. a resolved configuration with its secrets redacted."""
-    OmegaConf.save(OmegaConf.create(dict(content)), path)
+    """Write plain nested values, e.g. a resolved configuration with its secrets redacted: half of it would pass for the
+    configuration of another run, whose files a run that begins again sets aside. Raises OSError."""
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(dict(content))).encode())
 
 
 def plain_values(node: Any) -> Any:

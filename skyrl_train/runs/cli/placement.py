@@ -4,9 +4,14 @@
     supervised                    a rank a GPU, sharded over all
     a run that goes on            the form that it recorded, where the GPUs are as many
 
-Then what depends on the memory of a device, and what is wrong with a configuration that is placed. Neither torch nor Ray is
-imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray
-counts. What cannot fit is refused by name with settings for which the same prediction says that it does.
+Then what depends on the memory of a device, by the plan's own arithmetic, for a run and for its plan alike. Activations are
+not recomputed where the positions that are wanted of a micro-batch fit without, models and engines off the device in turn.
+Nothing leaves its device where everything fits at once, as it is computed by then. In this order: to recompute takes a
+quarter of an update, to move a model and back a second or two of a step. A run records both as if they had been typed. Last,
+what is wrong with a configuration that is placed.
+
+Neither torch nor Ray is imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray counts.
+What cannot fit is refused by name with settings for which the same prediction says that it does.
 """
 
 from __future__ import annotations
@@ -16,21 +21,33 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar, overload
 
-from skyrl_train.config import AnyConfig, Config, SFTConfig, validate_sft
+from skyrl_train.config import SFT_RULES, AnyConfig, Config, SFTConfig
 from skyrl_train.config.derived import gpus_needed, layout_of
 from skyrl_train.config.door import Loaded
 from skyrl_train.config.fields import Rule, is_refused
 from skyrl_train.config.models import ROLES, PlacementConfig
-from skyrl_train.config.rules import run_rules, validate_config, with_sound_sizes
+from skyrl_train.config.placement import count_engines, shares_devices
+from skyrl_train.config.rules import rule_violations as violations_of, run_rules, validate_config, with_sound_sizes
 from skyrl_train.data.sources import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation, counted
-from skyrl_train.model.sizes import read_architecture
-from skyrl_train.plan.memory import kept_together, recomputing, shares_gpus, without_recomputing
-from skyrl_train.runs.cli.placement_search import ASSUMED_MEMORY_GB, Search, chosen, even_nodes, sizes_of
+from skyrl_train.model.sizes import model_sizes, read_architecture
+from skyrl_train.plan import positions_that_fit
+from skyrl_train.plan.forms import ENGINE_OVERHEAD_BYTES
+from skyrl_train.plan.memory import wanted_positions
+from skyrl_train.runs.cli.placement_search import (
+    ASSUMED_MEMORY_GB,
+    Search,
+    chosen,
+    even_nodes,
+    recomputing,
+    sizes_of,
+)
 from skyrl_train.runs.cli.resolvers import recorded_settings
 from skyrl_train.system import Devices, local_devices
 
 _ELSEWHERE = "try platform=cpu, or placement.ray_address=auto on a node of a cluster"
+_CONTEXT_KEPT = 0.5
+"""Share of the longest context that an engine has room for in each of its sequences, which begin and end at other times."""
 _COUNT_TIMEOUT_S = 30.0
 """Deadline of joining a cluster to count its GPUs."""
 
@@ -179,8 +196,9 @@ def room_violations(config: AnyConfig) -> Iterator[Violation]:
 
 def rule_violations(config: AnyConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """Return what breaks rules between settings; `refused` as in `validate_config`."""
-    validate = validate_sft if isinstance(config, SFTConfig) else validate_config
-    return validate(config, refused=refused)  # type: ignore[arg-type]
+    if isinstance(config, SFTConfig):
+        return violations_of(config, SFT_RULES, refused)
+    return validate_config(config, refused=refused)
 
 
 def violations_here(
@@ -279,10 +297,10 @@ def with_memory_settings(config: C, memory_gb: float, announce: Callable[[str], 
         if memory_gb:
             _fetch_architecture(config)
             if config.model.gradient_checkpointing == "auto":
-                config, why = without_recomputing(config, memory_gb, announce)
+                config, why = _without_recomputing(config, memory_gb, announce)
                 lines.append(why)
             if isinstance(config, Config) and _leaves_open(config):
-                config, why = kept_together(config, memory_gb, announce)
+                config, why = _kept_together(config, memory_gb, announce)
                 lines.append(why)
     except ModelError:  # nothing is known of a model whose step cannot be traced
         pass
@@ -292,8 +310,73 @@ def with_memory_settings(config: C, memory_gb: float, announce: Callable[[str], 
     return replace(config, derived=(*config.derived, *(f"memory      {line}" for line in lines)))
 
 
+def _without_recomputing(
+    config: C, memory_gb: float, announce: Callable[[str], object] = lambda _: None
+) -> tuple[C, str]:
+    """Return the config with `model.gradient_checkpointing` decided, and why. Raises ModelError."""
+    free, wanted = recomputing(config, False), wanted_positions(config.trainer, config.longest_row)
+    found = positions_that_fit(free, memory_gb, announce)
+    if found >= wanted:
+        return free, f"recomputes no activations: {wanted:,} positions fit {memory_gb:g} GB without"
+    why = f"recomputes activations: {found:,} positions fit without, {wanted:,} are wanted"
+    return recomputing(config, True), why
+
+
+def _kept_together(
+    config: Config, memory_gb: float, announce: Callable[[str], object] = lambda _: None
+) -> tuple[Config, str]:
+    """Return the config with `placement.offload` decided, and engines with as much of the device as models that stay leave
+    them; and why. Raises ModelError."""
+    wanted = wanted_positions(config.trainer, config.longest_row)
+    away = replace(config, placement=replace(config.placement, offload=True))
+    if config.critic.model.path and config.placement.backend == "ray":
+        return away, "models and engines leave their devices in turn, as there is a critic"
+    stays = replace(config, placement=replace(config.placement, offload=False))
+
+    def beside(share: float) -> Config:
+        vllm = replace(config.generator.vllm, gpu_memory_utilization=share)
+        return replace(stays, generator=replace(config.generator, vllm=vllm))
+
+    def fits(share: float) -> bool:
+        return positions_that_fit(beside(share), memory_gb, announce) >= wanted
+
+    stated, least = config.generator.vllm.gpu_memory_utilization, _least_engine_share(config, memory_gb)
+    shares = [stated, *(hundredths / 100 for hundredths in range(int(100 * stated), math.ceil(100 * least) - 1, -1))]
+    share = next(filter(fits, shares), None) if fits(shares[-1]) else None
+    if share is None:
+        return away, f"models and engines leave their devices in turn: not all fit {memory_gb:g} GB at once"
+    of = f"of which {share:g} are the engine's"
+    return beside(share), f"models and engines stay on their devices: all fit {memory_gb:g} GB at once, {of}"
+
+
+def _least_engine_share(config: Config, memory_gb: float) -> float:
+    """Return the share of a device with which an engine has room for its sequences."""
+    vllm, samples = config.generator.vllm, config.trainer.train_batch_size * config.generator.n_samples_per_prompt
+    sizes = model_sizes(config.plan.architecture or config.model.path, revision=config.model.revision)
+    dtype = config.model.dtype if vllm.dtype == "auto" else vllm.dtype
+    number_bytes = 4 if dtype == "float32" else 2
+    engines = max(1, count_engines(config.generator, config.placement))
+    sequences = min(-(-samples // engines), vllm.most_sequences(on_gpu=True))
+    kept = sequences * int(_CONTEXT_KEPT * config.generator.max_context_length)
+    # Ranks beyond the key and value heads have copies of them.
+    split = min(vllm.tensor_parallel_size, sizes.num_kv_heads)
+    keys = 2 * sizes.num_layers * sizes.kv_size * number_bytes * kept / split
+    weights = number_bytes * sizes.parameters / vllm.devices_per_engine
+    return (weights + keys + ENGINE_OVERHEAD_BYTES) / (memory_gb * 1e9)
+
+
+def _shares_gpus(config: AnyConfig) -> bool:
+    """Return whether models and engines are on the same GPUs, so that `placement.offload` says something."""
+    return (
+        isinstance(config, Config)
+        and config.platform.name == "gpu"
+        and config.generator.has_own_devices
+        and shares_devices(config.placement, config.generator, config.platform)
+    )
+
+
 def _leaves_open(config: AnyConfig) -> bool:
-    return config.placement.offload == "auto" and shares_gpus(config)
+    return config.placement.offload == "auto" and _shares_gpus(config)
 
 
 def _decided(config: C, *, checkpointing: bool) -> C:

@@ -14,14 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
+from typing import Literal, TypeVar
 
-from skyrl_train.config import Config
+from skyrl_train.config import AnyConfig, Config, SFTConfig
 from skyrl_train.config.models import ROLES, PlacementConfig, StrategyConfig, mesh_sizes
-from skyrl_train.config.rules import FIELDS as SIZE_FIELDS
-from skyrl_train.config.rules import validate_config
+from skyrl_train.config.rules import FIELDS as SIZE_FIELDS, validate_config
 from skyrl_train.data.sources import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation, counted, three_digits
 from skyrl_train.model.sizes import ModelSizes, model_sizes, read_architecture
+from skyrl_train.plan import head_violations, plan_memory, positions_that_fit
 from skyrl_train.plan.forms import (
     LAYOUT_SETTINGS,
     Allocation,
@@ -38,14 +39,12 @@ from skyrl_train.plan.forms import (
 )
 from skyrl_train.plan.memory import (
     WANTED,
-    head_violations,
     optimizer_state_bytes,
-    plan_memory,
-    positions_that_fit,
-    recomputing,
     wanted_positions,
 )
 from skyrl_train.system import Devices
+
+C = TypeVar("C", Config, SFTConfig, AnyConfig)
 
 ASSUMED_MEMORY_GB = 80.0
 """Memory assumed of a GPU that does not say how much it has."""
@@ -79,6 +78,11 @@ _REMEDIES = (
     (_CHECKPOINTING, _ADAPTER, _OFFLOAD),
 )
 """What makes room, the least change first."""
+
+
+def recomputing(config: C, value: Literal["auto", True, False]) -> C:
+    """Return the config with another `model.gradient_checkpointing`."""
+    return replace(config, model=replace(config.model, gradient_checkpointing=value))
 
 
 def chosen(placement: PlacementConfig, **settings: object) -> PlacementConfig:

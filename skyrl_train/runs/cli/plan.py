@@ -16,8 +16,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.types import RunMode
-
 from skyrl_train.config import Config, PlanConfig, TrainerConfig
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.door import for_hydra
@@ -31,19 +29,19 @@ from skyrl_train.model.sizes import local_folder, model_sizes
 from skyrl_train.plan import (
     NO_TIME,
     RowLengths,
+    head_violations,
     machine_rates,
     make_plan_report,
     placement_report,
+    plan_memory,
     rates_of,
     recorded_lengths,
     render_text,
     to_json,
 )
-from skyrl_train.plan.memory import head_violations, plan_memory
 from skyrl_train.rollout import ChatTokens, check_tools, checked_prompts
 from skyrl_train.rollout.tools import make_parser, tool_schemas
-from skyrl_train.runs.cli.command_line import config_loader, preflight
-from skyrl_train.runs.cli.composition import as_in_a_run, load_node
+from skyrl_train.runs.cli.command_line import preflight
 from skyrl_train.runs.cli.machine import task_violations
 from skyrl_train.runs.cli.placement import place_for_plan, with_memory_settings
 from skyrl_train.system import find_modules_here
@@ -64,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
     overrides = for_hydra(args.overrides)
-    preflight([*overrides, *folder], config_name=CONFIG_NAME, rules=False)
+    config = preflight([*overrides, *folder], config_name=CONFIG_NAME, rules=False)
+    assert isinstance(config, Config), "values were checked, too"
     try:
-        config = _compose(overrides, args.config_dir)
         datasets, refused = mixed_datasets(config.data, config.environment, config.generator.sampling)
         num_train_prompts, note = count_train_prompts(
             config.data,
@@ -150,13 +148,6 @@ class Progress:
             sys.stderr.write(f"\r{'':<{self._width}}\r")
             sys.stderr.flush()
         self._width = 0
-
-
-def _compose(overrides: Sequence[str], config_dir: str | None) -> Config:
-    with config_loader(config_dir) as loader:
-        node = loader.load_configuration(CONFIG_NAME, list(overrides), RunMode.RUN)
-        with as_in_a_run(node, 0, multirun=False):
-            return load_node(node, Config)
 
 
 def count_train_prompts(

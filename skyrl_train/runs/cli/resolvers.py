@@ -1,4 +1,4 @@
-"""What `conf/` needs in order to compose: where it is, the schema as its base, and resolvers for platform and folders."""
+"""What `conf/` needs in order to compose: the schema as its base, and resolvers for platform and folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from skyrl_train.config.derived import (
 from skyrl_train.config.door import NotStated
 from skyrl_train.config.environment import AGENT, REPORTED, SINGLE_TURN
 from skyrl_train.config.fields import LayoutName, defaults, walk
-from skyrl_train.errors import ConfigError, ModelError, Violation
+from skyrl_train.errors import ModelError
 from skyrl_train.model.sizes import read_architecture, text_part
 from skyrl_train.system import detect_platform, gpu_name, usable_cores
 from skyrl_train.system.files import cache_folder, read_json
@@ -52,29 +52,6 @@ _run_names = [time.strftime(_TIME)]
 def name_another_run() -> None:
     """Have the default run folder be another one from here on, in a process that makes several runs."""
     _run_names.append(f"{time.strftime(_TIME)}_{len(_run_names)}")
-
-
-_PACKAGE = Path(__file__).resolve().parents[2]
-
-
-def conf_dir(package: Path = _PACKAGE) -> Path:
-    """Return the folder of Hydra's groups (`conf/`), absolute.
-
-    Inside the package comes first: beside an installed package there may be a `conf` of someone else.
-
-    Raises:
-        ConfigError: when neither place has it, which means a broken installation.
-    """
-    for folder in (package / "conf", package.parent / "conf"):
-        if folder.is_dir():
-            return folder
-    missing = Violation(
-        field="conf",
-        rule="must lie inside the package or, in a checkout, beside it",
-        value=f"neither {package / 'conf'} nor {package.parent / 'conf'}",
-        remedy="install skyrl_train again, or run from a complete clone",
-    )
-    raise ConfigError([missing])
 
 
 def register_resolvers() -> None:

@@ -13,6 +13,8 @@ from skyrl_train.batch.steps import computed_together
 from skyrl_train.cluster import (
     EngineGroup,
     GroupEngine,
+    GroupRollouts,
+    MakesRollouts,
     Placement,
     RayLearner,
     RayPlane,
@@ -61,8 +63,10 @@ class Cluster:
         *,
         run_name: str,
         output_dir: Path,
+        batch_bytes: int = 0,
     ) -> None:
-        """`layout` is what is reserved; an engine is sent the largest parameter of the `policy` at once."""
+        """`layout` is what is reserved. An engine is sent the largest parameter of the `policy` at once; the rollouts and
+        rows of a step take `batch_bytes` at most."""
         self._settings, self._stack, self._output_dir = settings, stack, output_dir
         largest = largest_parameter(policy.path, revision=policy.revision)
         self.session = RaySession(
@@ -70,6 +74,7 @@ class Cluster:
             num_cpus=num_cpus(layout),
             name=run_name,
             largest_bucket_bytes=max(WEIGHT_BUCKET_BYTES, 4 * largest),
+            batch_bytes=batch_bytes,
         )
         stack.callback(self.session.close)
         self.placement = Placement(
@@ -78,8 +83,11 @@ class Cluster:
             wait_for_nodes_s=settings.wait_for_nodes_s if settings.ray_address else 0.0,
         )
 
-    def build_engines(self, settings: EngineSettings, trainer: TrainerConfig) -> Engines:
-        """Return the engines, in actors, while they load. Raises EngineError, ModelError."""
+    def build_engines(
+        self, settings: EngineSettings, trainer: TrainerConfig, rollouts: MakesRollouts | None = None
+    ) -> Engines:
+        """Return the engines, in actors, while they load; `rollouts` makes rollouts beside each, where they are made there.
+        Raises EngineError, ModelError."""
         vllm = settings.generator.vllm
         group = EngineGroup(
             settings.generator.backend,
@@ -89,6 +97,7 @@ class Cluster:
             self.placement.slots("engine"),
             num_threads=settings.platform.num_threads,
             max_restarts=vllm.max_restarts,
+            rollouts=rollouts,
         )
         self._stack.callback(group.close)
         sharing = device_sharing(settings, self._settings, group.living, wait_ready=group.wait_ready)
@@ -119,6 +128,11 @@ class Cluster:
         plane = RayPlane(self.session, self._settings, num_threads=policy.platform.num_threads, together=together)
         self._stack.callback(plane.close)
         return plane
+
+    def rollouts(self, engines: Engines, folder: Path, environment: EnvironmentConfig) -> GroupRollouts:
+        """Return what has the engines make rollouts, whose segments are in `folder`."""
+        assert isinstance(engines.engine, GroupEngine), "engines are in actors"
+        return GroupRollouts(engines.engine, folder, max_failed_fraction=environment.max_failed_fraction)
 
     def environment_workers(self, environment: EnvironmentConfig) -> RayWorkers:
         """Return what starts worker processes of environments, on all nodes."""

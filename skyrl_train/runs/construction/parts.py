@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -19,9 +20,16 @@ from skyrl_train.batch.plane import DataPlane
 from skyrl_train.config import AnyConfig, Config, TrainerConfig
 from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.config.data import DataConfig
-from skyrl_train.config.derived import RunModels, layout_of, learner_settings, roles_of, scores_entropies
+from skyrl_train.config.derived import (
+    RunModels,
+    layout_of,
+    learner_settings,
+    roles_of,
+    run_models,
+    scores_entropies,
+)
 from skyrl_train.config.environment import with_reward_components
-from skyrl_train.config.models import ModelConfig
+from skyrl_train.config.models import ModelConfig, PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.placement import Role, count_engines, leaves_devices
 from skyrl_train.config.rules import data_parallel_size, mixed_datasets
 from skyrl_train.data import Curriculum
@@ -40,22 +48,28 @@ from skyrl_train.learner import (
 from skyrl_train.learner.memory import size_run
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reader, image_reading, vocabulary_size
-from skyrl_train.plan import BatchPlan
+from skyrl_train.plan import BatchPlan, plan_batches
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
 from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
 from skyrl_train.runs.construction.engines import Engines, build_engines
-from skyrl_train.runs.resolve import reward_models
+from skyrl_train.runs.resolving import reward_models
+from skyrl_train.runs.task import prepare_process
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers import Learners, PPOSettings, PromptBatches, RolloutLog, sampling_params
-from skyrl_train.trainers.checkpoints import oldest_step
+from skyrl_train.trainers.checkpoints import TrainerState, oldest_step
 from skyrl_train.trainers.evaluation import Evaluator
 from skyrl_train.types import Prompt, RolloutBatch, Tokenizer
 from skyrl_train.weight_sync import DeviceSharing, NoTransport
 
 if TYPE_CHECKING:
+    from skyrl_train.cluster import GroupRollouts
     from skyrl_train.runs.construction.on_ray import Cluster
+
+
+STORED_BYTES_A_TOKEN = 60
+"""Of a rollout (ids, log-probabilities, mask, text: 17) and of all columns that rows may get (43), by their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +96,12 @@ def build_rollouts(
         return recording, NoTransport()
     assert engines is not None, "whatever is no recording is an engine"
     _load_reward_models(config, host, stack)
-    generator = rollout_generator(config, engines.engine, host)
+    generator: GroupRollouts | RolloutGenerator
+    if host.cluster is not None and config.placement.rollouts == "engines":
+        folder = RunFolder(Path(config.output_dir).absolute()).segments
+        generator = host.cluster.rollouts(engines, folder, config.environment)
+    else:
+        generator = rollout_generator(config, engines.engine, host)
     generator.on_progress = on_progress
     stack.callback(generator.close)
     return generator, engines.transport
@@ -198,7 +217,14 @@ def open_cluster(config: AnyConfig, stack: ExitStack) -> Cluster | None:
         stack,
         run_name=config.run_name,
         output_dir=Path(config.output_dir),
+        batch_bytes=most_stored_bytes(config) if isinstance(config, Config) else 0,
     )
+
+
+def most_stored_bytes(config: Config) -> int:
+    """Return how much a step's rollouts and rows take at most where they are by reference."""
+    num_samples = config.trainer.train_batch_size * config.generator.n_samples_per_prompt
+    return num_samples * config.generator.max_context_length * STORED_BYTES_A_TOKEN
 
 
 def loaded_models(config: AnyConfig) -> list[ModelConfig]:
@@ -216,8 +242,14 @@ def build_host(config: Config, stack: ExitStack) -> Host:
     if config.generator.backend == "replay":
         return Host(cluster=cluster)
     if cluster is not None and config.generator.has_own_devices:
-        return Host(cluster=cluster, engines=cluster.build_engines(settings, config.trainer))
+        beside = partial(rollouts_beside, config) if config.placement.rollouts == "engines" else None
+        return Host(cluster=cluster, engines=cluster.build_engines(settings, config.trainer, beside))
     return Host(cluster=cluster, engines=build_engines(settings, config.placement, config.trainer, stack))
+
+
+def rollouts_beside(config: Config, engine: InferenceEngine) -> RolloutGenerator:
+    """Return what makes rollouts in the actor of an engine."""
+    return rollout_generator(config, engine, Host())
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -272,6 +304,27 @@ def size_micro_batches(
     )
     if lines:
         console.header("memory", lines)
+
+
+def learners_here(
+    config: Config, platform: PlatformConfig, state: TrainerState, scratch: RunFolder, stack: ExitStack
+) -> Learners:
+    """Return the models of a run of reinforcement learning in this process, with the weights that it began with: no Ray, one
+    rank, and nothing that is written to its folder. `stack` closes them."""
+    trainer = replace(config.trainer, profile_steps=())
+    inline = replace(config, trainer=trainer, platform=platform, placement=PlacementConfig(), strategy=StrategyConfig())
+    prepare_process(inline)
+    plan = plan_batches(config, num_train_prompts=state.data.num_prompts)
+    learners = build_learners(run_models(inline, plan.schedule), stack, Host())
+    size_micro_batches(inline, plan, learners, scratch, RunConsole(step_lines=False))
+    return learners
+
+
+def platform_here(platform: PlatformConfig) -> PlatformConfig:
+    """Return the device of this process: the run's, or the CPU where there is no GPU."""
+    if platform.on_gpu and not torch.cuda.is_available():
+        return replace(platform, name="cpu", device="cpu")
+    return platform
 
 
 def build_evaluator(

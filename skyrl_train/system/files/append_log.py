@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import SaveError
-from skyrl_train.system.files.files import DISK_TIMEOUT_S, bring_to_disk, parse_strict_json, sync_folder
+from skyrl_train.system.files.files import DISK_TIMEOUT_S, bring_to_disk, make_folder, parse_strict_json, sync_folder
 from skyrl_train.system.files.text import json_line
 from skyrl_train.system.threads import WorkerThread
 
@@ -70,7 +70,7 @@ class AppendLog:
         self.failed: OSError | None = None
         """Why nothing is written any more."""
         self._num_writes = num_writes
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._temporary.unlink(missing_ok=True)
         self._file = path.open("ab")
         self._file.truncate(length)
@@ -103,7 +103,10 @@ class AppendLog:
         """Write what is pending and close the file. Idempotent. Raises SaveError where the disk does not answer."""
         if not self._thread.close(_CLOSE_TIMEOUT_S):
             raise SaveError(f"{self.path} could not be closed within {_CLOSE_TIMEOUT_S:g} s. Is the disk reachable?")
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # of what could not be written, which those who wait for it were told
+            self.failed = self.failed or error
 
     async def on_disk(self, written: Future[int]) -> int:
         """Wait for what `append` returned. Raises SaveError."""

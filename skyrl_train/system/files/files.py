@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def sync_folder(folder: Path) -> None:
         bring_to_disk(descriptor, folder)
     finally:
         os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, where it is not there, whose name survives a power cut: what is synced in a folder is lost with the
+    name of the folder. Raises OSError."""
+    missing = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing or [folder]:  # one that is there may have been made a moment before a kill
+        with suppress(PermissionError):  # of a parent that is somebody else's
+            sync_folder(each.parent)
 
 
 def sync_tree(folder: Path) -> None:

@@ -199,6 +199,7 @@ class Sandbox:
         *,
         fds: Sequence[int] = (),
         reads: Sequence[str] = (),
+        links: Sequence[str] = (),
         stdout: int = subprocess.DEVNULL,
     ) -> DirectProcess:
         """Start `child.py`.
@@ -208,6 +209,7 @@ class Sandbox:
             settings: Plain data, which none but that process sees.
             fds: What it inherits beside the standard three.
             reads: Places that it can read beside the system and Python.
+            links: Names at the root that lead into its folder; with namespaces alone.
             stdout: As `subprocess` has it.
 
         Raises OSError where it cannot be started; whether it could is also seen by its status.
@@ -231,7 +233,7 @@ class Sandbox:
         if way.program:
             calls = self._file(call_filter(namespaces=True))
             inherited.append(calls.fileno())
-            words = [*_namespace_words(way, reads), "--seccomp", str(calls.fileno()), "--"]
+            words = [*_namespace_words(way, reads, links), "--seccomp", str(calls.fileno()), "--"]
         process = start_directly(
             [*words, os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
             stdin=given,
@@ -291,7 +293,15 @@ class Ran:
     errors: bytes
 
 
-def run(role: str, settings: Mapping[str, Any], *, level: Level, limits: Limits, reads: Sequence[str] = ()) -> Ran:
+def run(
+    role: str,
+    settings: Mapping[str, Any],
+    *,
+    level: Level,
+    limits: Limits,
+    reads: Sequence[str] = (),
+    links: Sequence[str] = (),
+) -> Ran:
     """Run `child.py` to its end; the arguments are those of `Sandbox.start`. Raises OSError where it cannot be
     started, SandboxUnavailable among them."""
     with made(level, limits) as sandbox:
@@ -299,7 +309,7 @@ def run(role: str, settings: Mapping[str, Any], *, level: Level, limits: Limits,
         ready = sandbox.opened(reading)
         try:
             process = sandbox.start(
-                role, {**settings, "ready": writing}, fds=[writing], reads=reads, stdout=subprocess.PIPE
+                role, {**settings, "ready": writing}, fds=[writing], reads=reads, links=links, stdout=subprocess.PIPE
             )
         finally:
             os.close(writing)
@@ -343,7 +353,7 @@ def end(process: DirectProcess) -> None:
             stream.close()
 
 
-def _namespace_words(way: _Way, reads: Sequence[str]) -> list[str]:
+def _namespace_words(way: _Way, reads: Sequence[str], links: Sequence[str]) -> list[str]:
     words = [way.program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", *system_words()]
     words += ["--dev", "/dev", "--perms", "1777", "--size", str(_SHARED_BYTES), "--tmpfs", "/dev/shm"]
@@ -352,6 +362,8 @@ def _namespace_words(way: _Way, reads: Sequence[str]) -> list[str]:
         for parent in reversed(Path(place).parents[:-1]):
             words += ["--dir", str(parent)]
         words += ["--ro-bind", place, place]
+    for name in links:
+        words += ["--symlink", f"{_FOLDER}/{name}", f"/{name}"]
     return [*words, *way.words, "--remount-ro", "/", "--chdir", _FOLDER]
 
 

@@ -1,41 +1,26 @@
 """The console, the log, stacks of processes that hang, and secrets taken out of all of it."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from skyrl_train.telemetry.logs import stacks
-    from skyrl_train.telemetry.logs.console import RunConsole
+    from skyrl_train.telemetry.logs import stacks as stacks
+    from skyrl_train.telemetry.logs.console import RunConsole as RunConsole
+    from skyrl_train.telemetry.logs.notebook import in_notebook as in_notebook
     from skyrl_train.telemetry.logs.redaction import (
-        REDACTED,
-        RedactingFormatter,
-        copy_redacted,
-        is_secret_name,
-        learn_arguments,
-        learn_secrets,
-        redact,
-        redact_text,
+        REDACTED as REDACTED,
+        RedactingFormatter as RedactingFormatter,
+        copy_redacted as copy_redacted,
+        is_secret_name as is_secret_name,
+        learn_arguments as learn_arguments,
+        learn_secrets as learn_secrets,
+        redact as redact,
+        redact_text as redact_text,
     )
-    from skyrl_train.telemetry.logs.run_log import RunLogHandler, console_streams, log_once
-    from skyrl_train.telemetry.logs.stacks import Answering, innermost, of_run
-
-__all__ = [
-    "REDACTED",
-    "Answering",
-    "RedactingFormatter",
-    "RunConsole",
-    "RunLogHandler",
-    "console_streams",
-    "copy_redacted",
-    "innermost",
-    "is_secret_name",
-    "learn_arguments",
-    "learn_secrets",
-    "log_once",
-    "of_run",
-    "redact",
-    "redact_text",
-    "stacks",
-]
+    from skyrl_train.telemetry.logs.run_log import (
+        RunLogHandler as RunLogHandler,
+        console_streams as console_streams,
+        log_once as log_once,
+    )
+    from skyrl_train.telemetry.logs.stacks import Answering as Answering, innermost as innermost, of_run as of_run
 
 __getattr__ = lazily(__name__)

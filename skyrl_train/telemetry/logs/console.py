@@ -1,11 +1,13 @@
 """What a person sees: the run's header, one line a step, bars inside long phases, tables of evaluations.
 
+In a notebook a step rewrites one output of the cell, with the curve under it; run.log has a line for each all the same.
 On a terminal it is coloured (unless `NO_COLOR` is set), and a bar shows what runs for more than a second, and how far it is
 where that is known. Anywhere else every line is plain text without control characters, so that it can be kept in a log file.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections import deque
@@ -18,6 +20,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from skyrl_train.registry import at_breakpoint
+from skyrl_train.telemetry.logs.notebook import CellOutput, in_notebook
+
+logger = logging.getLogger(__name__)
 
 _RECENT_STEPS = 20
 """Steps over which the time left is estimated: the last ones, since responses grow during training."""
@@ -37,8 +42,13 @@ class RunConsole:
         stream = file or sys.stdout
         terminal = stream.isatty()
         self._console = Console(
-            file=stream, highlight=False, force_terminal=terminal, width=None if terminal else _PLAIN_WIDTH
+            file=stream,
+            highlight=False,
+            force_terminal=terminal,
+            force_jupyter=False,  # which would make an output of each line
+            width=None if terminal else _PLAIN_WIDTH,
         )
+        self._cell = CellOutput() if step_lines and file is None and in_notebook() else None
         self._step_lines = step_lines
         self._bars = step_lines and terminal and not self._console.is_dumb_terminal
         at_breakpoint[:] = [self._leave_terminal]
@@ -74,7 +84,13 @@ class RunConsole:
             return
         mean_s = sum(self._step_seconds) / max(1, len(self._step_seconds))
         left_s = mean_s * (total_steps - step)
-        self._print(Text(step_line(metrics, step=step, total_steps=total_steps, left_s=left_s)))
+        line = step_line(metrics, step=step, total_steps=total_steps, left_s=left_s)
+        if self._cell is None:
+            self._print(Text(line))
+            return
+        logger.info("%s", line)
+        name = next((each for each in ("reward/mean", "train/loss") if each in metrics), "")
+        self._cell.show(line, step=step, name=name, value=metrics.get(name))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -196,11 +196,15 @@ def _ask(processes: Mapping[int, _Process], timeout_s: float = _ANSWER_S) -> dic
 
 
 def _of_process(pid: int) -> _Process | None:
-    with suppress(OSError):
-        for name in os.listdir(_PROC / str(pid) / "fd"):
-            file = _PROC / str(pid) / "fd" / name
-            if int(name) < _FIRST_DESCRIPTOR:
-                continue
+    try:
+        names = os.listdir(_PROC / str(pid) / "fd")
+    except OSError:  # gone, or another user's
+        return None
+    for name in names:
+        file = _PROC / str(pid) / "fd" / name
+        if int(name) < _FIRST_DESCRIPTOR:
+            continue
+        with suppress(OSError):  # closed since it was listed, which says nothing of the others
             kind, _, rest = os.readlink(file).removesuffix(" (deleted)").partition(" ")
             if kind == f"/memfd:{_NAME}":
                 run, _, role = rest.partition(" ")

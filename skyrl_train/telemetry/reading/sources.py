@@ -108,14 +108,19 @@ class Run:
 def find_runs(paths: Sequence[Path]) -> list[Run]:
     """Return the runs at these paths; of a folder that is none but has some, all those.
 
+    A file among folders is passed over: `sweep/*` names what Hydra leaves beside the runs of a sweep, too.
+
     Raises SkyrlTrainError naming a path that is no folder, or that more runs are in it than can be opened.
     """
     roots: list[Path] = []
+    has_folder = any(path.is_dir() for path in paths)
     for path in paths:
+        if has_folder and path.is_file():
+            continue
         if not path.is_dir():
             raise SkyrlTrainError(f"RUN={path} is no folder. Give the output_dir of a run.")
         root = path.resolve()
-        inside = [] if _kind_of(root) else sorted(each for each in root.iterdir() if each.is_dir() and _kind_of(each))
+        inside = [] if _kind_of(root) else _runs_in(root)
         roots += inside or [root]
     roots = list(dict.fromkeys(roots))
     if len(roots) > _MAX_RUNS:
@@ -126,6 +131,23 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
         same = sum(re.sub(r"~\d+$", "", each.id) == name for each in runs)
         runs.append(Run(id=f"{name}~{same + 1}" if same else name, root=root, kind=_kind_of(root) or "skyrl"))
     return runs
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs of a folder; where none is, those one level below, as in `outputs/NAME/DATE_TIME`."""
+    folders = sorted((each for each in folder.iterdir() if each.is_dir()), key=_by_number)
+    if here := [each for each in folders if _holds_a_run(each)]:
+        return here
+    return [run for each in folders for run in sorted(filter(_holds_a_run, each.iterdir()), key=_by_number)]
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return folder.is_dir() and _kind_of(folder) is not None
+
+
+def _by_number(folder: Path) -> tuple[int, str]:
+    """The runs of a sweep are called 0, 1, ... 10."""
+    return (int(folder.name) if folder.name.isdecimal() else -1, folder.name)
 
 
 def _kind_of(root: Path) -> Kind | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.errors import counted
+from skyrl_train.system import require
 from skyrl_train.system.files import write_atomically
 from skyrl_train.telemetry.metrics_log import read_metrics
 
@@ -78,6 +79,7 @@ def draw_loss_curve(metrics_file: Path, image_file: Path, *, title: str) -> bool
 
 def new_figure(size: tuple[float, float], title: str) -> Figure:
     """An empty figure of `size` in inches, which is drawn without a display."""
+    require("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,36 +1,27 @@
 """Checkpoints: written, verified, found, compared with a configuration."""
 
-from skyrl_train.system import lazily
+from skyrl_train.system import TYPE_CHECKING, lazily
 
-TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from skyrl_train.trainers.checkpoints.changes import (
-        ResumeSettings,
-        changes_since,
-        flat_config,
-        resume_settings,
-        settings_of,
+        ResumeSettings as ResumeSettings,
+        changes_since as changes_since,
+        flat_config as flat_config,
+        resume_settings as resume_settings,
+        settings_of as settings_of,
     )
-    from skyrl_train.trainers.checkpoints.folder import checkpoint_name, oldest_step, sha256_of, verify
-    from skyrl_train.trainers.checkpoints.state import DataFingerprint, TrainerState, library_versions
-    from skyrl_train.trainers.checkpoints.store import CheckpointStore
-    from skyrl_train.trainers.checkpoints.writer import CheckpointWriter
-
-__all__ = [
-    "CheckpointStore",
-    "CheckpointWriter",
-    "DataFingerprint",
-    "ResumeSettings",
-    "TrainerState",
-    "changes_since",
-    "checkpoint_name",
-    "flat_config",
-    "library_versions",
-    "oldest_step",
-    "resume_settings",
-    "settings_of",
-    "sha256_of",
-    "verify",
-]
+    from skyrl_train.trainers.checkpoints.folder import (
+        checkpoint_name as checkpoint_name,
+        oldest_step as oldest_step,
+        sha256_of as sha256_of,
+        verify as verify,
+    )
+    from skyrl_train.trainers.checkpoints.state import (
+        DataFingerprint as DataFingerprint,
+        TrainerState as TrainerState,
+        library_versions as library_versions,
+    )
+    from skyrl_train.trainers.checkpoints.store import CheckpointStore as CheckpointStore
+    from skyrl_train.trainers.checkpoints.writer import CheckpointWriter as CheckpointWriter
 
 __getattr__ = lazily(__name__)

@@ -16,9 +16,8 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_train.config import AnyConfig, Config, RunConfig
+from skyrl_train.config import LoopConfig, RunConfig, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.derived import reference_is_base
 from skyrl_train.config.door import as_typed, in_parts
 from skyrl_train.config.fields import (
     ForksWhere,
@@ -62,21 +61,22 @@ class ResumeSettings:
     """Whether the reference is the model under the policy's adapter."""
 
 
-def resume_settings(config: AnyConfig) -> ResumeSettings:
-    """The settings of `config` as resuming, and checkpoints, record and compare them."""
-    of_rl = config if isinstance(config, Config) else None
+def resume_settings(
+    trainer: LoopConfig, settings: Mapping[str, Any], schema: type, *, reference_is_base: bool = False
+) -> ResumeSettings:
+    """A run as resuming, and checkpoints, record and compare it: `settings` as `settings_of` gives them."""
     return ResumeSettings(
-        mode=config.trainer.resume_mode,
-        path=config.trainer.resume_path,
-        settings=flat_config(config),
-        schema=type(config),
-        algorithm=None if of_rl is None else of_rl.trainer.algorithm,
-        reference_is_base=of_rl is not None and reference_is_base(of_rl),
+        mode=trainer.resume_mode,
+        path=trainer.resume_path,
+        settings=flat_config(settings),
+        schema=schema,
+        algorithm=trainer.algorithm if isinstance(trainer, TrainerConfig) else None,
+        reference_is_base=reference_is_base,
     )
 
 
-def flat_config(config: AnyConfig) -> dict[str, Any]:
-    """Every setting by its dotted name, e.g. `trainer.train_batch_size`, as JSON values, secrets redacted."""
+def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of `settings_of` by its dotted name (`trainer.train_batch_size`), as JSON values, secrets redacted."""
     flat: dict[str, Any] = {}
 
     def walk(name: str, value: Any) -> None:
@@ -86,7 +86,7 @@ def flat_config(config: AnyConfig) -> dict[str, Any]:
         else:
             flat[name] = value
 
-    walk("", json.loads(json.dumps(redact(settings_of(config)), default=plain)))
+    walk("", json.loads(json.dumps(redact(settings), default=plain)))
     return flat
 
 
@@ -244,7 +244,7 @@ def _complete(recorded: Flat, root: type) -> dict[str, Any]:
 
 @cache
 def _defaults(root: type) -> Flat:
-    return flat_config(root())
+    return flat_config(settings_of(root()))
 
 
 def _whole(flat: Flat, root: type) -> dict[str, Any]:

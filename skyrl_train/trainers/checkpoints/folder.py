@@ -31,6 +31,7 @@ from skyrl_train.system import map_in_time
 from skyrl_train.system.files import (
     DISK_TIMEOUT_S,
     FileSums,
+    make_folder,
     read_json,
     shown,
     sync_folder,
@@ -75,7 +76,7 @@ def write_checkpoint(root: Path, step: int, write: WriteState, keep: int) -> Pat
     final = root / checkpoint_name(step)
     temporary = root / f"{TEMPORARY}{final.name}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         clean_leftovers(root)
         temporary.mkdir()
         seal(temporary, write(temporary))

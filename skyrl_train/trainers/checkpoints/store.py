@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from skyrl_train.errors import CheckpointError, SaveError
-from skyrl_train.system import map_in_time
+from skyrl_train.system import map_in_time, require
 from skyrl_train.system.files import DISK_TIMEOUT_S, FileSums, parse_strict_json, shown, write_atomically
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.trainers.checkpoints.folder import (
@@ -422,6 +422,7 @@ class ObjectStore:
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system, and the path of the URL in it."""
+        require("fsspec")
         from fsspec.core import url_to_fs
 
         options = {"auto_mkdir": True} if self.url.startswith(("file://", "local://")) else {}
@@ -444,7 +445,7 @@ def _object_name(step_name: str, manifest: bytes) -> str:
 
 
 def _parsed(content: bytes) -> Pointer:
-    """Raises ValueError, KeyError, TypeError."""
+    """Return the pointer that a file holds. Raises ValueError, KeyError, TypeError where it holds none."""
     entries = parse_strict_json(content)
     if entries["format"] != _FORMAT:
         raise ValueError(f"format {shown(entries['format'])}")

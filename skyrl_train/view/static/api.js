@@ -50,8 +50,12 @@ function fromReport(path, parameters) {
     throw new Error("This is not in the report. Open the run with skyrl-view to see it.");
   const rows = list.rows.filter((row) => fits(row, parameters, path));
   const { sort, order = "desc", offset = 0, limit = 50 } = parameters;
-  const key = { reward: "reward", turns: "num_turns", mean: "reward_mean", failed: "num_failed" }[sort] || sort;
-  if (key) rows.sort((a, b) => (a[key] < b[key] ? -1 : a[key] > b[key] ? 1 : 0) * (order === "asc" ? 1 : -1));
+  const isGroup = path === "api/groups";
+  const key = { turns: "num_turns", mean: "reward_mean", failed: "num_failed", ...(isGroup && { cut: "num_cut", age: "oldest" }) }[sort] || sort;
+  const { metric } = parameters;
+  const valueOf = (row) => (sort !== "metric" ? row[key] : metricOf(isGroup ? meansOf(row.samples, metric) : row, metric));
+  const inOrder = (a, b) => (a < b ? -1 : a > b ? 1 : 0) * (order === "asc" ? 1 : -1);
+  if (key) rows.sort((a, b) => inOrder(valueOf(a), valueOf(b)));
   const isFiltered = rows.length < list.rows.length;
   if (list.total > list.rows.length)
     foundProblems.add(
@@ -81,6 +85,9 @@ function fits(row, filters, path) {
         within("reward", sample.reward) &&
         within("tokens", sample.tokens) &&
         within("turns", sample.num_turns) &&
+        within("cut", sample.cut) &&
+        within("age", sample.age) &&
+        within("metric", filters.metric ? metricOf(sample, filters.metric) : null) &&
         (!filters.text || textFits(row, sample, filters)),
     )
   );

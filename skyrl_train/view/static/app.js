@@ -8,19 +8,21 @@ const VIEWS = {
   trajectories: trajectoriesView,
   trajectory: trajectoryView,
   failures: failuresView,
+  findings: findingsView,
 };
 const TABS = [
   ["overview", "Overview"],
   ["groups", "Groups"],
   ["trajectories", "Trajectories"],
   ["failures", "Failures"],
+  ["findings", "Findings"],
 ];
 const POLL_MS = 2000;
 const KEYS = [
   ["j / ↓, k / ↑", "next and previous row, turn or panel"],
   ["Enter", "open the row"],
   ["← / →", "previous and next trajectory; in a response: its tokens"],
-  ["1 2 3 4", "overview, groups, trajectories, failures"],
+  ["1 2 3 4 5", "overview, groups, trajectories, failures, findings"],
   ["/", "search"],
   ["t", "dark or light"],
   ["u", "up: to the list"],
@@ -126,7 +128,7 @@ function frame(state) {
     page.runs.length > 1
       ? choice(
           "run",
-          page.runs.map((each) => [each.id, each.id]),
+          page.runs.map((each) => [each.id, each.label || each.id]),
           state.run,
           (id) => go({ view: TABS.some(([name]) => name === state.view) ? state.view : "overview", run: id }),
         )

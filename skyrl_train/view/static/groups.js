@@ -57,6 +57,7 @@ async function groupView(state) {
         h("div", section("Prompt", group.environment, group.prompt.map(messageElement)), facts("Extras", group.extras)),
         section("This prompt over steps", null, figure.element, visited),
       ),
+      noSpread(group.samples),
       section(
         "Samples",
         "best first",
@@ -68,6 +69,19 @@ async function groupView(state) {
       ),
     ),
   };
+}
+
+// Why nothing is learnt from a group, where that is so.
+function noSpread(samples) {
+  const rewards = samples.map((sample) => sample.reward).filter(isNumber);
+  if (samples.length < 2) return null;
+  if (!rewards.length) return h("p.why", "No sample of this group has a reward: all of them failed, and none is trained on.");
+  if (rewards.length < 2 || rewards.some((reward) => reward !== rewards[0])) return null;
+  const failed = samples.length - rewards.length;
+  return h(
+    "p.why",
+    `No spread in this group: ${failed ? `the ${rewards.length} samples that did not fail` : `all ${rewards.length} samples`} have the reward ${shown(rewards[0])}. An advantage that compares them is 0, so nothing is learnt from it.`,
+  );
 }
 
 function sampleColumn(sample, state, facets) {
@@ -163,7 +177,7 @@ async function failuresView(state) {
               "ol.log",
               answer.log.map((line) => h("li", { class: line.level, value: line.line }, h("pre", line.text))),
             )
-          : empty("The log has no warning and no error."),
+          : empty("The log has no warning and no error, and says of none that ended the run."),
       ),
     ),
   };

@@ -1,9 +1,9 @@
 "use strict";
 // Lists of trajectories and groups, and their filters.
 
-const RANGES = ["step", "reward", "tokens", "turns"].flatMap((name) => [`${name}_min`, `${name}_max`]);
+const RANGES = ["step", "reward", "tokens", "turns", "cut", "age", "metric"].flatMap((name) => [`${name}_min`, `${name}_max`]);
 const KINDS_OF_ROWS = ["purpose", "environment", "dataset", "outcome", "failure_kind", "stop_reason", "uid", "sample"];
-const FILTERS = [...KINDS_OF_ROWS, ...RANGES, "text"];
+const FILTERS = [...KINDS_OF_ROWS, ...RANGES, "metric", "text"];
 
 function filtersOf(state) {
   return Object.fromEntries(FILTERS.filter((name) => state[name]).map((name) => [name, state[name]]));
@@ -16,6 +16,37 @@ function trajectoryLink({ run, text }, { purpose, step, uid, sample }) {
 
 function groupLink({ run, text }, { purpose, step, uid }) {
   return link({ view: "group", run, purpose, step, uid, text });
+}
+
+// The number of a trajectory that a name of `facets.metrics` stands for.
+function metricOf(sample, name) {
+  const ofRewards = name.startsWith("rewards/");
+  return ((ofRewards ? sample.rewards : sample.metrics) || {})[ofRewards ? name.slice(8) : name] ?? null;
+}
+
+// What else there is to sort by, as far as this run has it. A group is sorted by the mean of its samples' metric.
+function moreSorts({ metric }, { cut_max, age_max }) {
+  return [
+    cut_max > 0 ? ["cut desc", "most cut answers"] : null,
+    age_max > 0 ? ["age desc", "oldest weights"] : null,
+    metric ? ["metric desc", `highest ${metric}`] : null,
+    metric ? ["metric asc", `lowest ${metric}`] : null,
+  ].filter(Boolean);
+}
+
+// What a row says beside its reward and size: cut answers, the age of its weights, the metric that is chosen.
+function remarks(sample, { metric }) {
+  const value = metric ? metricOf(sample, metric) : null;
+  return h(
+    "span.remarks",
+    [
+      sample.cut > 0 ? `${shown(sample.cut)}× cut` : null,
+      sample.age > 0 ? `age ${shown(sample.age)}` : null,
+      metric ? `${metric} ${shown(value)}` : null,
+    ]
+      .filter(Boolean)
+      .join(" · "),
+  );
 }
 
 // Colour of a reward between the run's lowest (orange) and highest (blue).
@@ -71,6 +102,7 @@ function filterForm(state, facets, sorts, changed) {
   });
   const clear = h("a.button.quiet", { href: link({ view: state.view, run: state.run }) }, "clear");
   const [sort, order] = (current.sort || sorts[0][0]).split(" ");
+  const chosen = facets.metrics.find(({ name }) => name === current.metric);
   return h(
     "form.filters",
     { role: "search", "aria-label": "Filters", on: { submit: (event) => event.preventDefault() } },
@@ -91,7 +123,18 @@ function filterForm(state, facets, sorts, changed) {
         range("reward", "reward", facets.reward_min, facets.reward_max),
         range("tokens", "tokens", 0, facets.tokens_max),
         range("turns", "turns", 0, facets.turns_max),
-        choice("sorted by", sorts, `${sort}${order ? ` ${order}` : ""}`, (value) => set("sort", value, 0)),
+        facets.cut_max > 0 ? range("cut", "cut answers", 0, facets.cut_max) : null,
+        facets.age_max > 0 ? range("age", "age of weights", 0, facets.age_max) : null,
+        facets.metrics.length
+          ? choice(
+              "metric",
+              [["", "none"], ...facets.metrics.map(({ name }) => [name, name])],
+              current.metric || "",
+              (metric) => go({ ...current, metric, metric_min: "", metric_max: "", sort: metric ? current.sort : "" }),
+            )
+          : null,
+        chosen ? range("metric", chosen.name, chosen.min, chosen.max) : null,
+        choice("sorted by", [...sorts, ...moreSorts(current, facets)], `${sort}${order ? ` ${order}` : ""}`, (value) => set("sort", value, 0)),
         clear,
       ),
     ),
@@ -100,7 +143,7 @@ function filterForm(state, facets, sorts, changed) {
 
 // A list of any length of which only the rows in sight are in the page. Rows have the height `--row` of app.css.
 // `fetchRows(offset, limit)` answers {total, rows}; `render(row)` gives an element that is a link.
-function virtualList(fetchRows, render, label) {
+function virtualList(fetchRows, render, label, whyEmpty = () => "Nothing fits these filters.") {
   const PAGE = 100;
   const element = h("div.list", { role: "list", "aria-label": label });
   const pages = new Map(),
@@ -136,7 +179,7 @@ function virtualList(fetchRows, render, label) {
     element.style.height = `${Math.max(total, 1) * height}px`;
     if (!total) {
       drawn.clear();
-      replaceChildren(element, pages.get(0) ? empty("Nothing fits these filters.") : null);
+      replaceChildren(element, pages.get(0) ? empty(whyEmpty()) : null);
       return;
     }
     const above = -element.getBoundingClientRect().top;
@@ -213,6 +256,10 @@ function listView(kind, sorts, render) {
       },
       (row) => render(row, current, facets),
       kind,
+      () =>
+        facets.num_trajectories
+          ? "Nothing fits these filters."
+          : "This run has recorded no trajectories: supervised training has none, and trainer.dump_rollouts=false writes none.",
     );
     let asked = 0;
     const refresh = async () => {
@@ -299,6 +346,7 @@ const trajectoriesView = listView(
       h("span", { class: `outcome ${row.outcome}`, title: row.failure_message || "" }, row.failure_kind || row.outcome),
       h("span.who", row.uid, h("small", ` #${row.sample}`)),
       h("span.size", `${row.num_turns}×`, h("small", ` ${shown(row.tokens)} tok`)),
+      remarks(row, state),
       h("span.text", row.failure_message || row.text_excerpt || row.prompt_excerpt || ""),
     ),
 );
@@ -324,10 +372,18 @@ const groupsView = listView(
         row.samples.slice(0, 24).map((sample) => sampleMark(sample, facets)),
       ),
       h("span.mean", shown(row.reward_mean), h("small", ` ± ${shown(row.reward_std)}`)),
+      remarks({ cut: row.num_cut, age: row.oldest, ...meansOf(row.samples, state.metric) }, state),
       h("span.who", row.uid),
       h("span.text", row.prompt_excerpt || ""),
     ),
 );
+
+// The mean of a metric over samples, as one of them would have it.
+function meansOf(samples, metric) {
+  const values = metric ? samples.map((sample) => metricOf(sample, metric)).filter(isNumber) : [];
+  const mean = values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+  return metric ? { metrics: { [metric]: mean }, rewards: { [metric.slice(8)]: mean } } : {};
+}
 
 function sampleMark(sample, facets) {
   const isFailed = !isNumber(sample.reward);

@@ -3,6 +3,7 @@
 // that goes on moves nothing that is being looked at.
 
 const WITH_EVALUATION = {
+  "train/loss": "eval/loss",
   "reward/mean": "eval/reward_mean",
   "env/solved": "eval/accuracy",
   "response_length/mean": "eval/response_length_mean",
@@ -13,10 +14,22 @@ const X_AXES = [
   ["seconds", "time (s)"],
 ];
 
+const MOST_AT_ONCE = 3; // runs that are all drawn when the page opens
+
+// Runs that are drawn over this one: those of the address, and where it does not say, all of a few. "-" is none.
+function laidOver(state, page) {
+  if (state.with !== undefined) return state.with.split(",").filter((id) => id && id !== "-");
+  return page.runs.length <= MOST_AT_ONCE ? page.runs.map((run) => run.id).filter((id) => id !== state.run) : [];
+}
+
+function labelOf(page, id) {
+  const run = page.runs.find((each) => each.id === id);
+  return run ? run.label || id : id;
+}
+
 async function overviewView(state, page) {
-  const ids = [...new Set([state.run, ...(state.with || "").split(",")])].filter((id) =>
-    page.runs.some((run) => run.id === id),
-  );
+  state = { ...state, with: laidOver(state, page).join(",") };
+  const ids = [...new Set([state.run, ...state.with.split(",")])].filter((id) => page.runs.some((run) => run.id === id));
   const [overview, ...metrics] = await Promise.all([
     ask("api/overview", { run: state.run }),
     ...ids.map((run) => ask("api/metrics", { run })),
@@ -47,10 +60,28 @@ async function overviewView(state, page) {
   };
 }
 
-// What another trainer dumped of its completions has no timeline, plan or memory: their panels would only say so.
-function hideEmpty({ overview }, panels) {
+// What another trainer dumped of its completions has no timeline, plan or memory, and supervised training no engine: their
+// panels would only say so.
+function hideEmpty({ overview, metrics }, panels) {
   for (const { element, body } of panels)
-    if (body && overview.run.kind !== "skyrl") element.hidden = body.querySelector(":scope > .empty") !== null;
+    if (body && (overview.run.kind !== "skyrl" || isSupervised(metrics[0])))
+      element.hidden = body.querySelector(":scope > .empty") !== null;
+}
+
+const PACE = 20; // last steps that tell what the others will take
+
+// Time and tokens that a run would still take; null for one that is done or does not say how long it is.
+function costToTheEnd(run, { steps, tokens, seconds: spent }) {
+  const left = (run.total_steps || 0) - (run.last_step || 0),
+    from = Math.max(0, steps.length - 1 - PACE);
+  if (left <= 0 || run.state === "finished" || steps.length < 2) return null;
+  const done = steps.at(-1) - steps[from] || 1;
+  const rate = (sums) => ((sums.at(-1) - sums[from]) / done) * left;
+  return `${count(left, "step")}, ${seconds(rate(spent))}, ${shown(Math.round(rate(tokens)))} tokens`;
+}
+
+function isSupervised({ series }) {
+  return "train/loss" in series && !("reward/mean" in series);
 }
 
 // Asks what is new in the runs that go on; only where there is something, the panels get it.
@@ -116,17 +147,22 @@ function headPanel() {
             : `${shown(first(name))} → ${shown(last(name))}`;
       replaceChildren(
         element,
-        h("h1", run.name || run.id, h("span", { class: `state ${run.state}` }, run.state)),
+        h("h1", page.runs.length > 1 ? labelOf(page, run.id) : run.name || run.id, h("span", { class: `state ${run.state}` }, run.state)),
         h("p.path", run.path, run.kind === "skyrl" ? null : ` · completions as ${run.kind} dumps them`),
         h(
           "dl",
           fact("step", `${shown(run.last_step)}${run.total_steps ? ` of ${shown(run.total_steps)}` : ""}`),
           fact("reward", change("reward/mean")),
+          fact("loss", change("train/loss")),
+          fact("held-out loss", change("eval/loss")),
           fact("held-out accuracy", change("eval/accuracy")),
           // of another trainer's run they are not known
           fact("tokens", tokens.at(-1) ? shown(tokens.at(-1)) : null),
           fact("time in steps", spent.at(-1) ? seconds(spent.at(-1)) : null),
-          fact("failed trajectories", shown(overview.steps.reduce((sum, step) => sum + (step.num_failed || 0), 0))),
+          fact("to the end", costToTheEnd(run, metrics[0]), "at the pace of the last steps"),
+          isSupervised(metrics[0])
+            ? null
+            : fact("failed trajectories", shown(overview.steps.reduce((sum, step) => sum + (step.num_failed || 0), 0))),
           overview.restarts.length
             ? fact("restarts", shown(overview.restarts.length), JSON.stringify(overview.restarts.at(-1)))
             : null,
@@ -143,12 +179,12 @@ function headPanel() {
                   "a",
                   {
                     class: isOn ? "chip on" : "chip",
-                    href: link({ ...readState(), with: next.join(",") }),
+                    href: link({ ...readState(), with: next.join(",") || "-" }),
                     "aria-pressed": String(isOn),
                     role: "button",
                   },
                   isOn ? h("i.dot", { style: { color: RUN_COLOURS[1 + chosen.indexOf(other.id)] } }) : "+ ",
-                  other.id,
+                  labelOf(page, other.id),
                 );
               }),
             )
@@ -268,7 +304,7 @@ function curvesPanel(model) {
     replaceChildren(
       legend,
       current.ids.map((id, index) =>
-        h("span", h("i.dot", { style: { color: RUN_COLOURS[index % RUN_COLOURS.length] } }), id),
+        h("span", h("i.dot", { style: { color: RUN_COLOURS[index % RUN_COLOURS.length] } }), labelOf(current.page, id)),
       ),
       h("span", h("i.dot.hollow"), "held-out evaluation"),
       h("span.muted", "drag to zoom, double click to go back"),
@@ -314,7 +350,7 @@ function defaultCurves({ metrics }) {
 }
 
 // One line a run, with its evaluations beside it where the curve has some.
-function linesOf({ ids, metrics }, name, x) {
+function linesOf({ ids, metrics, page }, name, x) {
   return ids.flatMap((id, index) => {
     const { series, [{ step: "steps" }[x] || x]: at } = metrics[index];
     const colour = RUN_COLOURS[index % RUN_COLOURS.length];
@@ -323,12 +359,12 @@ function linesOf({ ids, metrics }, name, x) {
     const isEvaluation = name.startsWith("eval/");
     return [
       {
-        label: id,
+        label: labelOf(page, id),
         colour,
         marks: isEvaluation,
         points: isEvaluation ? points(series[name]).filter(([, value]) => value !== null) : points(series[name]),
       },
-      ...(evaluations.length ? [{ label: `${id}, held out`, colour, marks: true, points: evaluations }] : []),
+      ...(evaluations.length ? [{ label: `${labelOf(page, id)}, held out`, colour, marks: true, points: evaluations }] : []),
     ];
   });
 }

@@ -147,7 +147,14 @@ function ledgerPanel() {
         names
           .map((name) => [name, (metrics[0].series[name] || []).filter((value) => value !== null)])
           .filter(([, values]) => values.length)
-          .map(([name, values]) => [name, values.at(-1), Math.min(...values), Math.max(...values), spark(values)]);
+          .filter(([, values]) => values.some(Boolean) || values.length < 2) // what was 0 throughout says nothing
+          .map(([name, values]) => [
+            h("span", { title: meaningOf(name) }, name, h("small.muted.meaning", meaningOf(name))),
+            values.at(-1),
+            Math.min(...values),
+            Math.max(...values),
+            spark(values),
+          ]);
       const tables = [
         ["mismatch", rows(overview.mismatch)],
         ["off policy", rows(overview.off_policy)],
@@ -156,11 +163,34 @@ function ledgerPanel() {
         body,
         tables.length
           ? tables.map(([title, lines]) => table([title, "last", "lowest", "highest", "over steps"], lines))
-          : empty("Nothing was recorded."),
+          : empty("Nothing was recorded: engine and trainer were never compared, or agreed to the last digit."),
       );
     },
     "grid two",
   );
+}
+
+const LEDGER = [
+  [/^mismatch\/logprob_diff/, "nats a token between the engine's log-probability and the trainer's, on the same weights"],
+  [/^mismatch\/ratio_outside/, "share of tokens whose probability differs by more than 10 percent between them"],
+  [/^mismatch\/ratio/, "probability of a token for the trainer over that for the engine; 1 is no mismatch"],
+  [/^off_policy\/numerics/, "the part of the difference that rounding makes: engine and trainer on the same weights"],
+  [/^off_policy\/staleness/, "the part that comes of weights which were older when the tokens were sampled"],
+  [/^off_policy\/drift/, "the part that this batch's own updates made since it was sampled"],
+  [/^off_policy\/unattributed/, "what none of the other parts accounts for"],
+  [/^off_policy\/age/, "training steps between the weights that sampled a token and those that train on it"],
+  [/^off_policy\/share\/age/, "share of the batch with weights of that age"],
+  [/^off_policy\/(k1|kl)/, "estimated KL of the sampling weights to those that are trained, by age"],
+  [/^off_policy\/abs/, "absolute difference of log-probabilities, by age"],
+  [/^off_policy\/(weight|ratio)/, "importance weight of a token; 1 is on-policy"],
+  [/^off_policy\/in_flight/, "responses whose weights changed between two of their tokens"],
+  [/^off_policy\/turns/, "share of responses that a mask left out of the loss"],
+];
+
+// What a row of the ledger is, in words.
+function meaningOf(name) {
+  const found = LEDGER.find(([pattern]) => pattern.test(name));
+  return found ? found[1] : "";
 }
 
 // A course of values as a line of text height.
@@ -192,7 +222,22 @@ function planPanel() {
   });
 }
 
-function configPanel({ state, ids, overview }) {
+// The first step, and its curve, at which two runs are not the same any more; empty where they are wherever both have a value.
+function firstDifference([one, other], names) {
+  for (const [index, step] of one.steps.entries()) {
+    const there = other.steps.indexOf(step);
+    const name = there < 0 ? undefined : names.find((each) => bothHave(one, other, each, index, there));
+    if (name !== undefined) return `; ${name} differs first at step ${step}`;
+  }
+  return "; no curve of theirs differs at a step that both have";
+}
+
+function bothHave(one, other, name, index, there) {
+  const [a, b] = [(one.series[name] || [])[index], (other.series[name] || [])[there]];
+  return isNumber(a) && isNumber(b) && a !== b;
+}
+
+function configPanel({ state, ids, overview, metrics }) {
   const body = h("div"),
     wanted = h("input", {
       type: "search",
@@ -215,13 +260,13 @@ function configPanel({ state, ids, overview }) {
         : overview.config.map(([name, value]) => [name, text(value)])
     ).filter(fits);
     const note = differences
-      ? `${count(differences.rows.length, "setting")} differ, ${shown(differences.num_equal)} are equal`
+      ? `${count(differences.rows.length, "setting")} differ, ${shown(differences.num_equal)} are equal${firstDifference(metrics, metrics[0].default)}`
       : null;
     replaceChildren(
       body,
       note ? h("p.muted", note) : null,
       rows.length
-        ? table(["setting", ...(differences ? differences.runs : ["value"])], rows, { label: "configuration" })
+        ? table(["setting", ...(differences ? differences.runs.map((id) => labelOf(page, id)) : ["value"])], rows, { label: "configuration" })
         : empty("No setting fits."),
     );
   }

@@ -115,6 +115,7 @@ function asideOf(trajectory, state, onPath) {
       "dl.pairs",
       rows.map(([name, value]) => [h("dt", name), h("dd", value)]),
     ),
+    whyZero(trajectory),
     facts("Reward components", trajectory.rewards, true),
     facts("Metrics", trajectory.metrics, true),
     trajectory.turns.length > 1
@@ -125,6 +126,17 @@ function asideOf(trajectory, state, onPath) {
     trajectory.reexecute
       ? section("Re-execute this step", null, copyable(trajectory.reexecute, "Command that re-executes this step"))
       : null,
+  );
+}
+
+// Why all advantages of a trajectory are 0, or none are there.
+function whyZero(trajectory) {
+  const advantages = trajectory.turns.flatMap((turn) => turn.tokens.advantages || []).filter(isNumber);
+  if (trajectory.failure) return h("p.why", "A failed trajectory is in no mean and no loss; it has no advantage.");
+  if (!advantages.length || advantages.some((value) => value !== 0)) return null;
+  return h(
+    "p.why",
+    "Advantage 0: either all samples of its prompt have the same reward, so that comparing them says nothing, or a filter left it out of the loss. The group shows which.",
   );
 }
 

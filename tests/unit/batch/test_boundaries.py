@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.batch.assembly import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
 from skyrl_train.errors import BatchError

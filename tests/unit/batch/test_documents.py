@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.planner.documents import document_steps, reduction_schedule

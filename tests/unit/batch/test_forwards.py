@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.batch.planner.forwards import fixed, token_budget
 from skyrl_train.batch.planner.rows import RowFacts

@@ -4,13 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.batch.assembly import assemble
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.plan import ceil_div, plan_batches
+from skyrl_train.plan import plan_batches
 from skyrl_train.runs import assembly_settings
 from skyrl_train.trainers import document_metrics
 from tests.support.batch_builders import make_config, make_rollouts, make_trajectory, make_turn
@@ -191,7 +190,3 @@ def test_a_plan_is_made_without_torch():
     imported = ", ".join(f"skyrl_train.{module}" for module in modules)
     code = f"import sys, {imported}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_ceil_div():
-    assert [ceil_div(total, 4) for total in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.layouts.layout import make_layout

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.batch.layouts.cost import CostModel
 from skyrl_train.batch.layouts.layout import make_layout, packed_layout, shared_layout

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from skyrl_train.batch.plane import StoredTurn, arrays_of, facts_in, placed, trajectories_of
@@ -110,6 +109,7 @@ def as_batch(trajectories: list[Trajectory]) -> RolloutBatch:
     return RolloutBatch(prompts=prompts, trajectories=tuple(trajectories), n_samples_per_prompt=1)
 
 
+@pytest.mark.slow
 @given(first=st.lists(trajectories(), max_size=3), second=st.lists(trajectories(), max_size=3))
 def test_nothing_of_a_trajectory_is_lost(first: list[Trajectory], second: list[Trajectory]) -> None:
     found, expected = stored(first, second), [*first, *second]

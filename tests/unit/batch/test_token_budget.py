@@ -4,8 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.batch.planner.forwards import make_micro_batch_strategy
 from skyrl_train.batch.planner.splits import (

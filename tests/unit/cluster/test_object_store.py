@@ -17,6 +17,12 @@ def test_two_of_the_largest_buckets_fit_beside_the_batches() -> None:
     assert object_store_bytes(256 << 20, free_bytes=64 * GIB) == 3 * GIB // 2
 
 
+def test_a_step_that_is_larger_than_the_usual_batches_fits_in_their_place() -> None:
+    assert object_store_bytes(0, 5 * GIB, free_bytes=64 * GIB) == 5 * GIB
+    assert object_store_bytes(GIB, 1000, free_bytes=64 * GIB) == 3 * GIB
+    assert object_store_bytes(GIB, 100 * GIB, free_bytes=64 * GIB) == 64 * GIB
+
+
 def test_a_store_is_no_larger_than_the_shared_memory_that_is_there() -> None:
     assert object_store_bytes(4 * GIB, free_bytes=3 * GIB) == 3 * GIB
     assert object_store_bytes(4 * GIB, free_bytes=64 << 20) == GIB, "as in a container: Ray lays it on the disk"

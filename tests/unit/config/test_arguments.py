@@ -20,7 +20,7 @@ from skyrl_train.config.rules import validate_config
 from skyrl_train.parts import ADVANTAGE_ESTIMATORS, CRITIC_LOSSES, POLICY_LOSSES
 from skyrl_train.registry import Seam, import_attr, split_spec
 from skyrl_train.runs.cli import conf_dir
-from skyrl_train.trainers.checkpoints import changes_since, flat_config
+from skyrl_train.trainers.checkpoints import changes_since, flat_config, settings_of
 
 SEAMS = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES, CRITIC_LOSSES]
 PARTS = [pytest.param(seam, name, id=name) for seam in SEAMS for name in seam]
@@ -121,7 +121,7 @@ def test_the_default_of_a_setting_of_before_is_that_of_the_argument(seam: Seam) 
     of_seam = {seam.setting: list(seam.builtins)}
     for setting, names in of_seam.items():
         for name in names:
-            by_name = flat_config(with_algorithm(**{setting.rpartition(".")[2]: name}))
+            by_name = flat_config(settings_of(with_algorithm(**{setting.rpartition(".")[2]: name})))
             assert {key.rpartition(".")[2] for key in by_name if key.startswith(f"{setting}.")} == (
                 {"_target_", *seam.arguments(name)} if seam.arguments(name) else set()
             )
@@ -174,7 +174,7 @@ def test_every_setting_of_before_at_its_default_changes_nothing() -> None:
 
 def test_a_checkpoint_of_before_compares_with_the_same_run_of_now() -> None:
     now = with_algorithm(policy_loss=SAPO, advantage_estimator={"_target_": "gae", "gae_lambda": 0.95})
-    flat = {name: value for name, value in flat_config(now).items() if "policy_loss" not in name}
+    flat = {name: value for name, value in flat_config(settings_of(now)).items() if "policy_loss" not in name}
     flat = {
         name: value for name, value in flat.items() if "advantage_estimator" not in name and "critic_loss" not in name
     }
@@ -189,8 +189,8 @@ def test_a_checkpoint_of_before_compares_with_the_same_run_of_now() -> None:
         "trainer.algorithm.critic_loss": "clipped",
         "trainer.algorithm.value_clip": 0.2,
     }
-    assert changes_since(before, flat_config(now), Config) == []
-    (change,) = changes_since({**before, "trainer.algorithm.sapo_tau_pos": 1.0}, flat_config(now), Config)
+    assert changes_since(before, flat_config(settings_of(now)), Config) == []
+    (change,) = changes_since({**before, "trainer.algorithm.sapo_tau_pos": 1.0}, flat_config(settings_of(now)), Config)
     assert change.line() == "trainer.algorithm.policy_loss was sapo and is {_target_:sapo,tau_pos:2.0}"
     assert change.resume.value == "forks"
 
@@ -236,7 +236,7 @@ def test_a_preset_states_arguments_that_are_left_out_beside_another_part(file: P
 
 
 def test_a_record_names_every_argument() -> None:
-    flat = flat_config(with_algorithm(policy_loss=SAPO))
+    flat = flat_config(settings_of(with_algorithm(policy_loss=SAPO)))
     assert flat["trainer.algorithm.policy_loss.tau_neg"] == 1.05
     assert flat["trainer.algorithm.critic_loss.value_clip"] == 0.2
     assert flat["trainer.algorithm.advantage_estimator"] == "grpo"
@@ -249,7 +249,7 @@ def test_a_class_on_resume_that_an_argument_states_is_its_own(monkeypatch: pytes
     free = Argument(annotation=Annotated[float, Resume.FREE], default=1.0, meaning="")
     monkeypatch.setattr(Seam, "arguments", lambda *_: {"tau_pos": free})
     one, other = (with_algorithm(policy_loss={"_target_": "sapo", "tau_pos": tau}) for tau in (2.0, 3.0))
-    (change,) = changes_since(flat_config(one), flat_config(other), Config)
+    (change,) = changes_since(flat_config(settings_of(one)), flat_config(settings_of(other)), Config)
     assert change.resume is Resume.FREE
 
 

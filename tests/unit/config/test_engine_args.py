@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.config.models.engines import GeneratorConfig, VLLMConfig
 from skyrl_train.config.models.models import LoraConfig
 from skyrl_train.config.models.placement import PlacementConfig, PlatformConfig
-from skyrl_train.config.rules.validate import validate_config
+from skyrl_train.config.rules.validate_batch import validate_config
 from skyrl_train.config.rules.validate_engines import SET_BY_TRAINER, engine_args_fields
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation

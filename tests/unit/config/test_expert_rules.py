@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.door.load import load_config
-from skyrl_train.config.rules.validate import run_rules, validate_config
+from skyrl_train.config.rules import run_rules, validate_config
 from skyrl_train.config.rules.validate_placement import num_experts
 from skyrl_train.config.schema import Config
 from skyrl_train.runs.cli import MACHINE_RULES

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from skyrl_train.config.derived import sft_learner_settings
 from skyrl_train.config.fields.fields import (
     Free,
     LayoutOnly,
@@ -17,7 +18,7 @@ from skyrl_train.config.fields.fields import (
 )
 from skyrl_train.config.fields.names import nearest, suggest
 from skyrl_train.config.schema import Config, LoopConfig, RunConfig, TrainerConfig
-from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_learner_settings
+from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig
 
 
 def unclassified(schema: type) -> list[SchemaField]:

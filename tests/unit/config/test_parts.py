@@ -19,7 +19,7 @@ from skyrl_train.config.derived.learners import old_logprobs_scored
 from skyrl_train.config.door.load import load_config
 from skyrl_train.config.fields.fields import parts_of
 from skyrl_train.config.models.models import CriticConfig, CriticModelConfig, OptimizerConfig
-from skyrl_train.config.rules.validate import validate_config
+from skyrl_train.config.rules.validate_batch import validate_config
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError
 from skyrl_train.learner import build_optimizer

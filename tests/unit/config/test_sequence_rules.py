@@ -6,7 +6,7 @@ from typing import Any
 
 from skyrl_train.config.door.load import load_config
 from skyrl_train.config.rules.batch_rules import data_parallel_size
-from skyrl_train.config.rules.validate import validate_config
+from skyrl_train.config.rules.validate_batch import validate_config
 from skyrl_train.config.schema import Config
 from skyrl_train.plan import plan_batches
 

@@ -10,8 +10,7 @@ import pytest
 from skyrl_train.config.door.load import load_config
 from skyrl_train.config.fields.fields import recorded
 from skyrl_train.config.models.engines import GeneratorConfig
-from skyrl_train.config.rules import validate, validate_models
-from skyrl_train.config.rules.validate import RULES, run_rules, validate_config
+from skyrl_train.config.rules import RULES, run_rules, validate, validate_config, validate_models
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
 

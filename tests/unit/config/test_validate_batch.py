@@ -6,8 +6,7 @@ from functools import reduce
 from math import log
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig
 from skyrl_train.config.models.engines import GeneratorConfig

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from skyrl_train.config.algorithm.settings import AlgorithmConfig
+from skyrl_train.config.data.sources import EnvironmentConfig
 from skyrl_train.config.models.engines import GeneratorConfig, VLLMConfig
 from skyrl_train.config.models.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.rules.validate import run_rules
@@ -31,6 +35,28 @@ def placed(*, engines: int = 1, tensor_parallel: int = 1, transport: str = "auto
         generator=GeneratorConfig(backend="vllm", vllm=vllm, weight_transport=transport),
         trainer=TrainerConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1)),
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, ""),
+        ({"generator": GeneratorConfig(backend="hf")}, "generator.backend=hf, which is no engine in an actor"),
+        ({"generator": GeneratorConfig(backend="vllm", agent_loop="agent")}, "whose programs ask the loop"),
+        ({"trainer": TrainerConfig(max_staleness=1)}, "trainer.max_staleness=1, whose journal the loop writes"),
+        ({"environment": EnvironmentConfig(placement="ray")}, "whose workers the loop starts"),
+        (
+            {"environment": EnvironmentConfig(rewards=("exact_match", {"_target_": "judge"}))},
+            "whose model the loop has",
+        ),
+    ],
+)
+def test_what_needs_the_loop_is_refused_beside_engines(changes: dict[str, Any], rule: str) -> None:
+    found = placement_violations(replace(placed(rollouts="engines"), **changes))
+    rules = [violation.rule for violation in found if violation.field == "placement.rollouts"]
+    assert len(rules) == bool(rule)
+    assert all(each.startswith("must be driver with ") and each.endswith(rule) for each in rules)
+    assert not [each for each in placement_violations(replace(placed(), **changes)) if "rollouts" in each.field]
 
 
 def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:

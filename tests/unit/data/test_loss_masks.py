@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.config import SFTDataConfig
@@ -195,6 +194,7 @@ CONTENT = st.text(st.characters(codec="utf-8", exclude_characters="<|>\x00"), mi
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3))
 def test_whatever_is_said_the_answers_and_nothing_else_are_trained(turns: list[tuple[str, str]]) -> None:

@@ -20,7 +20,8 @@ from skyrl_train.rollout import RolloutGenerator
 from skyrl_train.runs import load_data
 from skyrl_train.trainers import rollout_metrics
 from skyrl_train.types import Prompt, SamplingParams
-from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, done_with, make_tokenizer
+from tests.support.fake_environments import FAKE_ENVIRONMENT, done_with
+from tests.support.fakes import FakeEngine, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 TRAIN = "builtin:word_problems/train"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.data.sft.collate import align_rows, close_examples, pack, plan_packing
 from skyrl_train.errors import BatchError

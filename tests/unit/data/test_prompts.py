@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config import Config, SFTConfig, validate_sft
+from skyrl_train.config import SFT_RULES, Config, SFTConfig
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.door import load_root
-from skyrl_train.config.rules import validate_config
+from skyrl_train.config.rules import rule_violations, validate_config
 from skyrl_train.data.prompts import PromptSource, filter_by_length, load_prompts
 from skyrl_train.data.sources import hub
 from skyrl_train.errors import ConfigError, DataError, Violation
@@ -328,7 +328,7 @@ def test_a_reader_is_checked_at_the_door_for_prompts_and_for_examples() -> None:
         return validate_config(load_root({"data": {"reader": reader}}, Config))
 
     def sft(reader: object) -> list[Violation]:
-        return validate_sft(load_root({"data": {"reader": reader}}, SFTConfig))
+        return rule_violations(load_root({"data": {"reader": reader}}, SFTConfig), SFT_RULES)
 
     for violations in (rl, sft):
         found = violations(reader)

@@ -22,7 +22,7 @@ from skyrl_train.doctor.rules import answers
 from skyrl_train.main_doctor import main
 from skyrl_train.telemetry.reading import find_runs
 from skyrl_train.telemetry.records import arrow_schema
-from skyrl_train.trainers.checkpoints import flat_config
+from skyrl_train.trainers.checkpoints import flat_config, settings_of
 
 STEPS, PROMPTS, SAMPLES = 16, 6, 4
 Row = dict[str, Any]
@@ -223,6 +223,13 @@ def _guesses(folder: Folder) -> None:
         each["logprobs"] = [-5.0] * 20
 
 
+def _answers_others(folder: Folder) -> None:
+    generator = random.Random(5)
+    for each in folder.each_row():
+        numbers = [str(generator.randint(10, 99)) for _ in range(24)]
+        each.update(text=f"{' + '.join(numbers)} #### {generator.randint(10, 99)}", trajectory_reward=0.0)
+
+
 def _calls(folder: Folder) -> None:
     for each in folder.each_row():
         each.update(text=f'<tool_call>{{"name": "add{each["sample"]}"}}</tool_call>', tools='[{"name": "add"}]')
@@ -343,6 +350,10 @@ def _more_tokens(folder: Folder) -> None:
         record.update({"batch/trained_tokens": float(tokens + len(own)), "total/trajectories": float(len(own))})
 
 
+def _says_nothing(folder: Folder) -> None:
+    folder.set_metric("env/invalid_actions", lambda step: 0.3 * step)
+
+
 def _never_ends(folder: Folder) -> None:
     folder.set_metric("train/loss", lambda step: 1.0 / step)
 
@@ -354,6 +365,7 @@ FAULTS: dict[str, Callable[[Folder], None]] = {
     "equal_answers_unequal_rewards": _ties,
     "truth_contradicts_row": _other_truths,
     "truth_in_prompt": _leaks,
+    "silence_pays": _says_nothing,
     "reward_without_solving": _pays_format,
     "rewards_follow_length": _pays_length,
     "reward_fails": _fails,
@@ -362,6 +374,7 @@ FAULTS: dict[str, Callable[[Folder], None]] = {
     "length_changes": _shrinks,
     "repetition": _repeats,
     "unreadable_answers": _guesses,
+    "questions_not_read": _answers_others,
     "calls_not_read": _calls,
     "entropy_collapses": _collapses,
     "tokens_trained": _more_tokens,
@@ -405,6 +418,94 @@ def test_each_fault_is_named_with_its_step_rows_and_remedy(rule: str, tmp_path: 
     assert first.rule == rule or any(each.follows_from == first.rule for each in own), f"first is {first.rule}"
 
 
+def _pays_the_wrong_one(folder: Folder) -> None:
+    for each in folder.each_row():
+        if each["sample"] == SAMPLES - 1 and each["uid"].endswith("-0"):  # which is wrong
+            each["trajectory_reward"] = 1.5
+
+
+def _asks_known_and_new(folder: Folder) -> None:
+    _few(folder)
+    folder.set_metric("curriculum/new_fraction", lambda _: 0.25)
+
+
+def _says_how_old(folder: Folder) -> None:
+    _one_behind(folder)
+    folder.settings["trainer"]["max_staleness"] = 1
+    folder.set_metric("off_policy/age/max", lambda _: 1.0)
+
+
+def _entropy_for_nothing(folder: Folder) -> None:
+    folder.set_metric("policy/entropy", lambda step: 0.8 if step < 5 else 0.35)
+    folder.set_metric("reward/mean", lambda step: 0.5 if step < 6 else 0.3)
+
+
+def _entropy_for_reward(folder: Folder) -> None:
+    folder.set_metric("policy/entropy", lambda step: 0.8 if step < 5 else 0.35)
+    folder.set_metric("reward/mean", lambda step: 0.2 if step < 6 else 0.4)
+
+
+def _values_out_of_bounds(folder: Folder) -> None:
+    folder.set_metric("critic/value_loss", lambda _: 2.0)
+    folder.set_metric("critic/value", lambda step: 2.5 if 3 <= step < 8 else 0.5)
+    folder.set_metric("critic/explained_variance", lambda _: -0.3)
+
+
+def _constant_and_half_cut_off(folder: Folder) -> None:
+    _constant(folder)
+    _cuts(folder)
+    for each in folder.each_row():
+        each["stop_reason"] = "length" if each["sample"] % 2 else "stop"
+
+
+def _constant_and_all_cut_off(folder: Folder) -> None:
+    _constant(folder)
+    _cuts(folder)
+
+
+def _all_wrong_at_last(folder: Folder) -> None:
+    folder.set_metric("group/zero_variance", lambda step: 0.3 if step < 6 else 1.0)
+    folder.set_metric("reward/mean", lambda step: 0.3 if step < 6 else 0.0)
+
+
+def _all_right_at_last(folder: Folder) -> None:
+    folder.set_metric("group/zero_variance", lambda step: 0.3 if step < 6 else 1.0)
+    folder.set_metric("reward/mean", lambda step: 0.3 if step < 6 else 1.0)
+
+
+def _one_step_cut_off(folder: Folder) -> None:
+    """A step that cuts nothing off has no such metric."""
+    for record in folder.metrics:
+        del record["stop/length"]
+    folder.metrics[2]["stop/length"] = folder.metrics[4]["stop/length"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule", "level"),
+    [
+        (_pays_the_wrong_one, "reward_without_solving", "problem"),
+        (_asks_known_and_new, "", ""),
+        (_says_how_old, "", ""),
+        (_entropy_for_nothing, "entropy_collapses", "problem"),
+        (_entropy_for_reward, "", ""),
+        (_values_out_of_bounds, "critic_diverges", "problem"),
+        (_constant_and_half_cut_off, "constant_reward", "problem"),
+        (_constant_and_all_cut_off, "answers_cut_off", "problem"),
+        (_all_wrong_at_last, "zero_variance_groups", "problem"),
+        (_all_right_at_last, "zero_variance_groups", "note"),
+        (_one_step_cut_off, "", ""),
+    ],
+)
+def test_what_looks_like_another_fault_is_told_from_it(
+    fault: Callable[[Folder], None], rule: str, level: str, tmp_path: Path
+) -> None:
+    folder = Folder()
+    fault(folder)
+    findings, tables = examined(folder, tmp_path)
+    assert tables.problems == []
+    assert [(each.rule, each.level) for each in findings[:1]] == ([(rule, level)] if rule else [])
+
+
 def test_every_rule_is_tried_here() -> None:
     assert set(FAULTS) | {"never_ends"} == set(RULES)
 
@@ -414,6 +515,15 @@ def test_advantages_that_are_not_divided_are_named(tmp_path: Path) -> None:
     _not_divided(folder)
     (finding,) = examined(folder, tmp_path)[0]
     assert (finding.rule, "deviation 0.1" in finding.what) == ("advantages_off", True)
+
+
+def test_an_engine_that_is_behind_is_named_where_half_of_the_rows_were_not_scored(tmp_path: Path) -> None:
+    folder = Folder()
+    _one_behind(folder)
+    for number, each in enumerate(folder.each_row()):
+        if number // SAMPLES % 2:
+            each["policy_logprobs"] = None
+    assert examined(folder, tmp_path)[0][0].rule == "one_engine_behind"
 
 
 def test_answers_of_a_supervised_run_that_never_end_are_named(tmp_path: Path) -> None:
@@ -426,9 +536,31 @@ def test_answers_of_a_supervised_run_that_never_end_are_named(tmp_path: Path) ->
         {"set": "held", "example": n, "prompt": "2+2?", "answer": "4 4 4 4 4", "expected": "4", "stop_reason": "length"}
         for n in range(6)
     ]
-    (root / "samples" / "step_000008.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = find_runs([root])
-    assert [each.rule for each in examine(run)[0]] == ["never_ends"]
+    ended = [{**line, "stop_reason": "stop", "answer": "4"} for line in lines]
+
+    def level(step: int, answers: list[dict[str, object]]) -> list[str]:
+        """Of what is found with one evaluation more."""
+        (root / "samples" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
+        (run,) = find_runs([root])
+        assert {each.rule for each in examine(run)[0]} <= {"never_ends"}
+        return [each.level for each in examine(run)[0]]
+
+    assert level(0, lines) == []  # of a model that was not trained yet
+    assert level(4, lines) == ["note"]
+    assert level(8, lines) == ["problem"]
+    assert level(8, [*lines[:5], ended[0]]) == []  # it learns to
+
+
+def test_the_token_that_ends_an_answer_is_no_mark_of_a_conversation(tmp_path: Path) -> None:
+    folder = Folder()
+    for each in folder.each_row():
+        each["text"] += "<|im_end|>"
+    assert examined(folder, tmp_path / "ends")[0] == []
+    for each in folder.each_row():
+        each["text"] += "\n<|im_start|>user\nmore<|im_end|>"
+    findings, _ = examined(folder, tmp_path / "goes on")
+    assert findings[0].rule == "conversation_goes_on_by_itself"
+    assert findings[0].evidence[0].startswith("'<|im_")
 
 
 def test_what_follows_from_another_finding_stands_behind_it(tmp_path: Path) -> None:
@@ -521,7 +653,7 @@ def test_dumps_of_other_trainers_are_read(kind: str, tmp_path: Path) -> None:
 
 def test_every_setting_that_a_remedy_names_is_one() -> None:
     rules = Path(answers.__file__).parent
-    known = set(flat_config(Config()))
+    known = set(flat_config(settings_of(Config())))
     known |= {name.rsplit(".", depth)[0] for name in known for depth in (1, 2)}
     named = {
         name

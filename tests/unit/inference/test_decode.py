@@ -227,23 +227,23 @@ def make_state(num_tokens: int) -> RowState:
 
 def test_of_several_kept_prefixes_the_longest_is_used() -> None:
     prefixes = KeptPrefixes(max_bytes=10_000)
-    prefixes.keep((1, 2), make_state(1))
-    prefixes.keep((1, 2, 3), make_state(2))
-    prefixes.keep((1, 2, 4, 5), make_state(3))
-    assert getattr(prefixes.longest((1, 2, 3, 4)), "num_tokens", None) == 2
-    assert getattr(prefixes.longest((1, 2, 5)), "num_tokens", None) == 1
-    assert prefixes.longest((2, 2)) is None
+    prefixes.keep(("", (1, 2)), make_state(1))
+    prefixes.keep(("", (1, 2, 3)), make_state(2))
+    prefixes.keep(("", (1, 2, 4, 5)), make_state(3))
+    assert getattr(prefixes.longest(("", (1, 2, 3, 4))), "num_tokens", None) == 2
+    assert getattr(prefixes.longest(("", (1, 2, 5))), "num_tokens", None) == 1
+    assert prefixes.longest(("", (2, 2))) is None
 
 
 def test_prefixes_are_kept_for_one_more_wave_and_within_their_room() -> None:
     prefixes = KeptPrefixes(max_bytes=3 * 8)
     prefixes.start_wave()
-    prefixes.keep((1, 2, 3), make_state(2))
-    prefixes.keep((4, 5, 6), make_state(2))
-    assert prefixes.longest((4, 5, 6)) is None
+    prefixes.keep(("", (1, 2, 3)), make_state(2))
+    prefixes.keep(("", (4, 5, 6)), make_state(2))
+    assert prefixes.longest(("", (4, 5, 6))) is None
     prefixes.start_wave()
-    assert prefixes.longest((1, 2, 3)) is not None
+    assert prefixes.longest(("", (1, 2, 3))) is not None
     prefixes.start_wave()
-    assert prefixes.longest((1, 2, 3)) is None
-    prefixes.keep((4, 5, 6), make_state(2))
-    assert prefixes.longest((4, 5, 6)) is not None
+    assert prefixes.longest(("", (1, 2, 3))) is None
+    prefixes.keep(("", (4, 5, 6)), make_state(2))
+    assert prefixes.longest(("", (4, 5, 6))) is not None

@@ -111,14 +111,14 @@ def test_the_same_requests_give_the_same_batches_and_numbers_however_they_arrive
 def test_a_rollout_starts_from_nothing_whatever_was_generated_before(engine: RecordingEngine) -> None:
     output = run(engine.generate(make_request("a")))
     continued = replace(make_request("b"), prompt_token_ids=(2, 6, 4, 9, *output.token_ids, 4))
-    assert engine._decoder._prefixes.longest(continued.prompt_token_ids) is not None
+    assert engine._decoder._prefixes.longest(("", continued.prompt_token_ids)) is not None
 
     async def another_rollout() -> None:
         with engine.lease():
             await engine.generate(make_request("c", 7, 7))
 
     run(another_rollout())
-    assert engine._decoder._prefixes.longest(continued.prompt_token_ids) is None
+    assert engine._decoder._prefixes.longest(("", continued.prompt_token_ids)) is None
 
 
 def test_a_rollout_that_has_ended_holds_no_memory(engine: RecordingEngine) -> None:

@@ -25,7 +25,7 @@ from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model import load_tokenizer, quiet_transformers
 from skyrl_train.model.lora import is_adapter, merged_weights
 from skyrl_train.model.sizes import ParameterCounts
-from skyrl_train.plan.memory import models_of
+from skyrl_train.plan import models_of
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import critic_of, make_batch, policy_of
 

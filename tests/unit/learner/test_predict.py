@@ -16,7 +16,7 @@ from skyrl_train.learner.memory import predict
 from skyrl_train.learner.memory.predict import Effort, PredictedPasses
 from skyrl_train.learner.memory.share import DeviceShare
 from skyrl_train.model.sizes import ParameterCounts
-from skyrl_train.plan.memory import head_violations, models_of, peak_on_cpu, plan_memory
+from skyrl_train.plan import head_violations, models_of, peak_on_cpu, plan_memory
 from tests.support.learner_cases import save_tiny_model
 
 LONGEST = 24
@@ -63,6 +63,7 @@ def test_predicted_peaks_are_within_a_few_percent_of_measured_ones(
         assert abs(found.error) < 0.05, found
 
 
+@pytest.mark.slow
 def test_what_was_traced_once_is_remembered_and_needs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(tmp_path / "model")
     first, second = Effort(), Effort()
@@ -106,6 +107,7 @@ def test_another_model_another_setting_and_another_version_are_traced_again(
     assert len(files) == 4
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_are_traced_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -122,6 +124,7 @@ def test_layers_that_are_alike_are_traced_as_few(tmp_path: Path, monkeypatch: py
     assert found.moment == whole.moment
 
 
+@pytest.mark.slow
 def test_a_budget_is_what_fits_and_a_row_that_does_not_is_named(tmp_path: Path) -> None:
     passes = predicted(save_tiny_model(tmp_path / "model"))
     limit = passes.estimate("training", 6).peak_bytes + 1
@@ -203,6 +206,7 @@ def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
     assert DeviceShare().exchanged(COUNTS, training=True) == {}
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_row_hold_their_positions_of_it_and_what_they_exchange(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     alone = predicted(folder)

@@ -37,6 +37,7 @@ def peaks(folder: Path, layout: LayoutChoice, prompt_length: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared"])
 def test_reading_less_takes_no_more(tmp_path: Path, layout: LayoutChoice) -> None:
     save_tiny_model(tmp_path)

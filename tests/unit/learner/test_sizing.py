@@ -126,6 +126,7 @@ def through_json(report: SizingReport, folder: Path) -> SizingReport:
     return read_reports(folder / "memory.json")[report.name][0]
 
 
+@pytest.mark.slow
 def test_a_report_survives_json_and_is_used_again_for_the_same_model_alone(folder: Path, tmp_path: Path) -> None:
     learner = learner_of(folder)
     report = size_all([learner], LIMITS, {})["policy"]
@@ -233,6 +234,7 @@ def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: P
     assert through_json(both, tmp_path) == both
 
 
+@pytest.mark.slow
 def test_a_trace_runs_nothing_and_names_a_row_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: object, **settings: object) -> int:
         raise AssertionError("a probe was run")

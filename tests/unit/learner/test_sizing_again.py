@@ -14,11 +14,18 @@ from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.learner.memory.probe import Prober
-from skyrl_train.learner.memory.sizing import SizingLimits, SizingReport, make_meter, read_reports, size_run
-from skyrl_train.learner.memory.sizing import size_micro_batches as size_alone
+from skyrl_train.learner.memory.sizing import (
+    SizingLimits,
+    SizingReport,
+    make_meter,
+    read_reports,
+    size_micro_batches as size_alone,
+    size_run,
+)
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.reference import BaseOfAdapter
-from skyrl_train.plan.memory import memory_lines, plan_memory
+from skyrl_train.plan import plan_memory
+from skyrl_train.plan.memory import memory_lines
 from tests.support.layout_cases import close
 from tests.support.learner_cases import make_batch, make_learner, policy_of, save_tiny_model
 from tests.support.memory_cases import FailingMeter, size_itself
@@ -106,6 +113,7 @@ def test_a_lowered_budget_is_part_of_a_checkpoint(tmp_path: Path, found_again: i
     assert expected_lower or restored.budgets.training == found_again
 
 
+@pytest.mark.slow
 def test_a_plan_compares_its_prediction_with_what_a_run_of_the_same_configuration_measured(tmp_path: Path) -> None:
     generator = replace(Config().generator, max_context_length=32)
     trainer = replace(TRAINER, memory_budget_gb=0.03)

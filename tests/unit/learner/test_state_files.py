@@ -94,12 +94,12 @@ def test_steps_during_and_before_the_write_do_not_change_what_a_copy_writes(
 
 def test_the_next_copy_takes_the_memory_of_the_one_before(learner: PolicyLearner, tmp_path: Path) -> None:
     learner.hold_state(copies=True)
-    memory = learner.engine._host_copy._memory
+    memory = learner._host_copy._memory
     places = {key: tensor.data_ptr() for key, tensor in memory.items()}
     step(learner, 1)
     learner.hold_state(copies=True).write(tmp_path / "copy")
     learner.hold_state(copies=False).write(tmp_path / "live")
-    assert {key: tensor.data_ptr() for key, tensor in learner.engine._host_copy._memory.items()} == places
+    assert {key: tensor.data_ptr() for key, tensor in learner._host_copy._memory.items()} == places
     assert contents(tmp_path / "copy") == contents(tmp_path / "live")
 
 

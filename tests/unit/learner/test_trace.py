@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_traced_step_takes_what_the_real_one_takes(folder: Path, name: str) -> None:
     learner = CASES[name](folder)

@@ -49,7 +49,7 @@ def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["prefix_shared", "auto"])
+@pytest.mark.parametrize("layout", [pytest.param("prefix_shared", marks=pytest.mark.nightly), "auto"])
 @pytest.mark.parametrize("probed", [True, False])
 def test_hundreds_of_rows_with_one_prompt_stay_within_the_budget(
     tmp_path: Path, layout: LayoutChoice, probed: bool, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from skyrl_train.errors import ModelError
 from skyrl_train.learner.memory.predict import Effort, PredictedPasses
 from skyrl_train.model.parallel import check_divisible
 from skyrl_train.model.sizes import meta_model, model_sizes, of_depth, read_architecture, read_config, sizes_of_model
-from skyrl_train.plan.memory import models_of
+from skyrl_train.plan import models_of
 from tests.support.vision_cases import make_gemma, make_image, make_vlm
 
 LONGEST, PROMPT = 24, 16

@@ -68,6 +68,7 @@ def jax_probe(*, training: bool) -> CompiledProbe:
     return CompiledProbe(function, shapes, training=training)
 
 
+@pytest.mark.slow
 def test_a_compiled_backward_pass_takes_more_than_a_forward() -> None:
     assert jax_probe(training=True)(2, 64).peak_bytes > jax_probe(training=False)(2, 64).peak_bytes
 
@@ -110,6 +111,7 @@ def test_micro_batches_under_the_budget_of_compiled_probes_fit() -> None:
         assert probe(max(1, budget // length), length).peak_bytes <= limit
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_xla_sizes_the_micro_batches_of_a_model_of_the_same_sizes(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="the extra `jax` is not installed")

@@ -50,6 +50,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(segments: Segments) -> N
         torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradcheck_through_a_tree() -> None:
     assert torch.autograd.gradcheck(lambda *inputs: attend(*inputs, TREE), qkv(TREE))
 
@@ -93,6 +94,7 @@ def test_gradients_in_bfloat16_are_as_near_as_its_rounding(segments: Segments) -
         assert (left.double() - right).norm() < 6e-3 * right.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "terms", [{}, {"window": 2}, {"window": 130}, {"softcap": 0.7}, {"window": 40, "softcap": 2.0}], ids=str
 )

@@ -1,4 +1,4 @@
-"""Linear layers multiplied by oneDNN give the sums of torch's own, forward and backward."""
+"""Linear layers multiplied by oneDNN, or bfloat16 in float32, give the sums of torch's own, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.model.layers.linear import FastLinear, has_fast_products, linear, product, use_fast_products
+from skyrl_train.model.layers import linear as module
+from skyrl_train.model.layers.linear import FastLinear, has_operation, linear, operand, product, use_fast_products
 
-needs_operation = pytest.mark.skipif(not has_fast_products(), reason="this machine has no faster products")
+needs_operation = pytest.mark.skipif(not has_operation(), reason="this machine cannot be asked for oneDNN's products")
+
+
+@pytest.fixture
+def fast_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products by oneDNN, on whatever processor."""
+    monkeypatch.setattr(module, "has_fast_products", lambda: True)
+
+
+@pytest.fixture
+def without_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that has no instructions for bfloat16."""
+    monkeypatch.setattr(module, "multiplies_halves", lambda: False)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -25,6 +38,7 @@ def _gradients(layer: nn.Linear, inputs: Tensor, by_output: Tensor) -> list[Tens
 
 
 @needs_operation
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize(("size", "out"), [(96, 256), (256, 96)])
 def test_outputs_and_gradients_are_those_of_float64(size: int, out: int) -> None:
     torch.manual_seed(0)
@@ -43,6 +57,7 @@ def test_outputs_and_gradients_are_those_of_float64(size: int, out: int) -> None
 
 
 @needs_operation
+@pytest.mark.usefixtures("fast_products")
 def test_a_frozen_weight_gets_no_gradient_and_its_inputs_are_not_kept() -> None:
     layer = nn.Linear(128, 128).requires_grad_(False)
     use_fast_products(layer)
@@ -68,6 +83,49 @@ def test_autocast_chooses_the_type_as_ever() -> None:
         assert layer(torch.randn(300, 256)).dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("without_halves")
+def test_bfloat16_is_multiplied_in_float32_where_the_processor_has_no_instructions_for_it() -> None:
+    torch.manual_seed(0)
+    layer, exact = nn.Linear(192, 320), nn.Linear(192, 320).double()
+    layer.load_state_dict({name: value.bfloat16() for name, value in layer.state_dict().items()})
+    exact.load_state_dict(layer.state_dict())
+    plain = nn.Linear(192, 320)
+    plain.load_state_dict(layer.state_dict())
+    use_fast_products(layer)
+    inputs, by_output = torch.randn(2, 300, 192).bfloat16().float(), torch.randn(2, 300, 320).bfloat16()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(inputs)
+        assert out.dtype == torch.bfloat16
+        assert _distance(out, exact(inputs.double())) < 2e-3
+        found = _gradients(layer, inputs, by_output)
+        theirs = _gradients(plain, inputs, by_output)
+    expected = _gradients(exact, inputs.double(), by_output.double())
+    for mine, its, whole in zip(found, theirs, expected, strict=True):
+        assert mine.dtype == its.dtype == torch.float32
+        assert _distance(mine, whole) <= 1.1 * _distance(its, whole) + 1e-6
+
+
+@pytest.mark.usefixtures("without_halves")
+def test_what_is_kept_for_the_backward_pass_is_bfloat16() -> None:
+    layer = nn.Linear(192, 320)
+    use_fast_products(layer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(torch.randn(300, 192, requires_grad=True))
+    kept, weight = out.grad_fn.saved_tensors
+    assert kept.dtype == torch.bfloat16
+    assert weight is layer.weight, "and no copy of the weight"
+
+
+@pytest.mark.usefixtures("without_halves")
+def test_a_number_is_rounded_to_bfloat16_whatever_holds_it() -> None:
+    tensor = torch.randn(64)
+    held = operand(tensor, torch.bfloat16)
+    assert held.dtype == torch.float32
+    assert torch.equal(held, tensor.bfloat16().float())
+    assert operand(tensor.double(), torch.float64).dtype == torch.float64
+
+
 def test_what_only_resembles_a_linear_layer_is_left_alone() -> None:
     class Own(nn.Linear):
         pass
@@ -81,14 +139,15 @@ MANY_SHAPES = """
 import re
 import torch
 from torch import nn
-from skyrl_train.model.layers.linear import use_fast_products
+from skyrl_train.model.layers import linear
 
 def megabytes():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 
 torch.set_num_threads(1)
 model = nn.Linear(256, 256)
-use_fast_products(model)
+linear.has_fast_products = lambda: True
+linear.use_fast_products(model)
 held = 0.0
 for rows in range(200, 800):
     model(torch.ones(rows, 256)).sum().backward()

@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from skyrl_train.batch import batch_of_lengths

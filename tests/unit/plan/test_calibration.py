@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.models import PlatformConfig
-from skyrl_train.plan import machine as plan_machine
-from skyrl_train.plan import measured_cpu
+from skyrl_train.plan import machine as plan_machine, measured_cpu
 from skyrl_train.plan.forms.scale import MachineRates
 from skyrl_train.plan.machine import machine_rates, stated_rates
 from skyrl_train.runs.cli import main
@@ -34,6 +33,7 @@ def machine(busy: float) -> Callable[..., MachineRates]:
     return measure
 
 
+@pytest.mark.slow
 def test_every_rate_is_measured_and_the_next_plan_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_cpu, "_WIDE", 192)
     monkeypatch.setattr(measured_cpu, "_VOCABULARY", {128: 64, 192: 256})
@@ -73,6 +73,7 @@ def test_a_gpu_is_not_measured() -> None:
     assert "reckoned" in rates.source
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_step_takes_and_from_what(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,8 @@ from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyC
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.memory import Effort
 from skyrl_train.model.sizes import model_sizes
-from skyrl_train.plan.memory.device import HostMemory, host_lines, models_of, plan_host_memory
+from skyrl_train.plan.dry_run import models_of
+from skyrl_train.plan.memory.device import HostMemory, host_lines, host_memory
 from skyrl_train.runs.cli import place
 from skyrl_train.system import host_bytes, local_devices
 from tests.support.auto_placement_cases import gpu_config, gpus, sized_model
@@ -38,7 +39,14 @@ def config_of(model: str, *, nodes: int = 1, **placement: object) -> Config:
 
 
 def host_of(config: Config) -> HostMemory:
-    return plan_host_memory(config, models_of(config, Effort()), layout_of(config))
+    return host_memory(
+        models_of(config, Effort()),
+        layout_of(config),
+        trainer=config.trainer,
+        generator=config.generator,
+        placement=config.placement,
+        platform=config.platform,
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -127,6 +135,8 @@ def test_the_pods_of_kuberay_hold_what_their_job_keeps() -> None:
         assert found.violations() == (), model
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_placement_is_chosen_for_the_memory_of_this_machines_node(tmp_path: Path) -> None:
     config = gpu_config("placement=auto", f"model.path={sized_model(tmp_path / '7B', '7B')}")
     found = gpus(8)

@@ -14,8 +14,16 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import OptimizerConfig, PolicyConfig
 from skyrl_train.config.rules import validate_batch_sizes
 from skyrl_train.errors import Violation
-from skyrl_train.plan import RowLengths, make_plan_report, plan_batches, recorded_lengths, render_text, to_json
-from skyrl_train.plan import estimate as plan_estimate
+from skyrl_train.plan import (
+    RowLengths,
+    estimate as plan_estimate,
+    make_plan_report,
+    plan_batches,
+    recorded_lengths,
+    render_text,
+    to_json,
+)
+from skyrl_train.plan.batch_plan import ceil_div
 from skyrl_train.plan.memory.device import DeviceMemory, PassMemory
 from skyrl_train.plan.notes import environment_notes, percent, plan_notes
 from skyrl_train.plan.report import TOKEN_BYTES
@@ -355,3 +363,7 @@ def test_a_run_that_counts_documents_is_told_where_its_steps_close():
     assert (
         "documents close 2 steps a batch, of 4 to 6 over 2 rounds of micro-batches, up to 2 beyond the target" in text
     )
+
+
+def test_ceil_div() -> None:
+    assert [ceil_div(total, 4) for total in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -34,7 +34,8 @@ from skyrl_train.telemetry import Activity
 from skyrl_train.telemetry.logs import learn_secrets
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
-from tests.support.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
+from tests.support.fake_environments import done_with, go_on_with
+from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
 from tests.support.process_trees import descendants, is_running
 
 TOKENIZER = make_tokenizer()
@@ -347,6 +348,7 @@ def rollouts(prompts: list[Prompt], **environment: Any) -> RolloutBatch:
         generator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others", [{"env_class": SCRIPTED}, {"env_class": "word_problems"}, {"env_class": "gsm8k_multi_turn"}]
 )

@@ -27,7 +27,7 @@ from skyrl_train.rollout.boundary import (
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.types import FailureKind
 from tests.support.environment_cases import ASYNCHRONOUS
-from tests.support.fakes import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
 
 T = TypeVar("T")
 MESSAGES = [{"role": "user", "content": "2+2?"}]

@@ -12,7 +12,7 @@ from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.envs.environments import check_environment, make_environment, resolve_environment, reward_lines
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
-from tests.support.fakes import FAKE_ENVIRONMENT, FakeEnvironment
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment
 
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "extra_info": {}, "max_turns": 3}
 

@@ -22,7 +22,7 @@ from skyrl_train.errors import ConfigError, DataError, EngineError, SkyrlTrainEr
 from skyrl_train.inference import HFEngine
 from skyrl_train.rollout.agent_loop import Episode, multi_turn
 from skyrl_train.rollout.checked_engine import check_answer
-from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.generator import RolloutGenerator, places_of
 from skyrl_train.types import (
     FailureKind,
     GenerationOutput,
@@ -35,17 +35,8 @@ from skyrl_train.types import (
     Trajectory,
     Turn,
 )
-from tests.support.fakes import (
-    FAKE_ENVIRONMENT,
-    FakeEngine,
-    FakeEnvironment,
-    done_with,
-    go_on_with,
-    make_output,
-    make_prompts,
-    make_tiny_model,
-    make_tokenizer,
-)
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
+from tests.support.fakes import FakeEngine, make_output, make_prompts, make_tiny_model, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ANSWER = [*TOKENIZER.encode("#### 4"), 3]
@@ -275,6 +266,39 @@ def test_seeds_are_the_same_on_every_run_and_wherever_the_prompt_stands(make_gen
 def test_a_prompt_that_is_twice_in_a_batch_is_sampled_twice(make_generator: Any) -> None:
     engine = FakeEngine(answer)
     assert len(set(seeds(make_generator(engine), engine, make_prompts(1) * 2))) == 4
+
+
+def test_the_parts_of_a_batch_ask_what_the_batch_asks(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    prompts = [*make_prompts(3), *make_prompts(1)]  # the first is there twice
+    generator = make_generator(engine)
+    settings: dict[str, Any] = {"sampling": SamplingParams(), "global_step": 1, "purpose": "train"}
+    whole = generator.generate(prompts, n_samples_per_prompt=2, **settings)
+    asked = {request.request_id: request.seed for request in engine.requests}
+    engine.requests.clear()
+    places = places_of(prompts)
+    later, first = (
+        generator.thread.run(generator.run_part(prompts[part], places[part], n_samples_per_prompt=2, **settings))
+        for part in (slice(3, None), slice(3))
+    )
+    assert {request.request_id: request.seed for request in engine.requests} == asked
+    assert (*first, *later) == whole.trajectories
+
+
+def test_who_has_a_part_does_not_judge_how_many_may_fail(make_generator: Any) -> None:
+    generator = make_generator(FakeEngine(EngineError("out of memory")))
+    prompts = make_prompts(2)
+    made = generator.thread.run(
+        generator.run_part(
+            prompts,
+            places_of(prompts),
+            n_samples_per_prompt=1,
+            sampling=SamplingParams(),
+            global_step=1,
+            purpose="train",
+        )
+    )
+    assert [each.failed for each in made] == [True, True]
 
 
 # Failures

@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.admission import ConsumedPrompts
 from skyrl_train.rollout.journal import Journal
-from tests.support.fakes import FAKE_ENVIRONMENT
+from tests.support.fake_environments import FAKE_ENVIRONMENT
 from tests.support.journal_cases import BATCH, ENVIRONMENTS, STEPS, Run, check_crash, check_cut, run
 
 
@@ -32,6 +32,7 @@ def test_a_run_that_was_killed_anywhere_goes_on_where_it_was(
         check_cut(cut, wholes[environment], tmp_path, draw, environment)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_500_crash_points(wholes: dict[str, Run], tmp_path: Path, environment: str) -> None:

@@ -45,6 +45,7 @@ def use(toolbox: Toolbox, name: str, **arguments: Any) -> tuple[str, bool]:
     return result["content"], result["failed"]
 
 
+@pytest.mark.slow
 def test_a_server_is_called_told_of_its_errors_and_started_again_when_it_ends() -> None:
     toolbox = Toolbox([mcp(command=SERVER, timeout_s=60.0)])
     schemas = {schema["function"]["name"]: schema["function"] for schema in toolbox.schemas()}
@@ -114,6 +115,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", FLOODS)
 def test_a_server_that_floods_is_ended_at_its_deadline_and_quoted_once(
     stream: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]

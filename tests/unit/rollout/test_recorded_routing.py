@@ -29,16 +29,8 @@ from skyrl_train.types import (
     encode_routing,
     routing_column,
 )
-from tests.support.fakes import (
-    FAKE_ENVIRONMENT,
-    FakeEngine,
-    FakeEnvironment,
-    done_with,
-    go_on_with,
-    make_output,
-    make_prompts,
-    make_tokenizer,
-)
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
+from tests.support.fakes import FakeEngine, make_output, make_prompts, make_tokenizer
 from tests.support.fakes_trainer import make_trajectory, make_turn
 
 TOKENIZER = make_tokenizer()

@@ -14,9 +14,8 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.registry import PartSpec
 from skyrl_train.rollout.row_checks import check_all_rows
 from skyrl_train.types import Prompt
-from tests.support.fakes import FakeEnvironment
 
-HERE = "tests.unit.rollout.test_row_checks"
+CHECKING = "tests.support.fake_environments:Checking"
 
 
 def prompts_with(*extras: Mapping[str, Any]) -> list[Prompt]:
@@ -28,21 +27,6 @@ def prompts_with(*extras: Mapping[str, Any]) -> list[Prompt]:
 
 def truth(value: object) -> dict[str, Any]:
     return {"reward_spec": {"ground_truth": value}}
-
-
-class Checking(FakeEnvironment):
-    """Says in which process it was asked."""
-
-    def __init__(self, env_config: Any, extras: Any, *, least: int = 0) -> None:
-        super().__init__(env_config, extras)
-        self.least = least
-
-    @classmethod
-    def check_row(cls, row: Mapping[str, Any], *, least: int = 0) -> None:
-        if row.get("crash"):
-            os._exit(3)
-        if not isinstance(row["n"], int) or row["n"] < least:
-            raise ValueError(f"n: must be at least {least}; got {row['n']!r} (process {os.getpid()})")
 
 
 def refused(environment: EnvironmentConfig, *rows: Mapping[str, Any]) -> str:
@@ -82,27 +66,24 @@ def test_rows_are_checked_by_the_environments_that_they_name() -> None:
         check_all_rows(rows, environment)
 
 
-@pytest.mark.slow
 def test_the_code_of_a_custom_environment_is_asked_in_a_worker_process() -> None:
-    spec: PartSpec = {"_target_": f"{HERE}:Checking", "least": 2}
+    spec: PartSpec = {"_target_": CHECKING, "least": 2}
     error = refused(EnvironmentConfig(env_class=spec), *({"n": 2} for _ in range(2500)), {"n": "x"}, {"n": 1})
     assert error.startswith("t.jsonl, line 2501: n: must be at least 2; got 'x' (process ")
     assert str(os.getpid()) not in error
 
 
-@pytest.mark.slow
 def test_a_trusted_environment_is_asked_here_and_one_without_a_check_takes_all() -> None:
-    error = refused(EnvironmentConfig(env_class=f"{HERE}:Checking", isolation="thread"), {"n": -1})
+    error = refused(EnvironmentConfig(env_class=CHECKING, isolation="thread"), {"n": -1})
     assert str(os.getpid()) in error
-    check_all_rows(prompts_with({}), EnvironmentConfig(env_class="tests.support.fakes:FakeEnvironment"))
+    check_all_rows(prompts_with({}), EnvironmentConfig(env_class="tests.support.fake_environments:FakeEnvironment"))
 
 
-@pytest.mark.slow
 def test_what_a_check_breaks_on_is_a_problem_of_the_row_and_a_crash_ends_the_run() -> None:
-    trusted = EnvironmentConfig(env_class=f"{HERE}:Checking", isolation="thread")
+    trusted = EnvironmentConfig(env_class=CHECKING, isolation="thread")
     assert "Checking.check_row refused the row (KeyError: 'n')" in refused(trusted, {"m": 1})
     with pytest.raises(SkyrlTrainError, match=r"Checking.check_row: its worker process exited with status 3"):
-        check_all_rows(prompts_with({"crash": True}), EnvironmentConfig(env_class=f"{HERE}:Checking"))
+        check_all_rows(prompts_with({"crash": True}), EnvironmentConfig(env_class=CHECKING))
 
 
 def test_a_hundred_thousand_rows_take_seconds() -> None:

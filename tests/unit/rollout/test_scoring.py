@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,81 +16,14 @@ from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.parts import REWARDS
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.hosts.scoring import check_reward_columns, reward_problems
-from skyrl_train.rollout.rewards import batched, group
-from skyrl_train.types import ChatMessage, FailureKind, RolloutBatch, SamplingParams
-from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, go_on_with, make_prompts, make_tokenizer
+from skyrl_train.types import FailureKind, RolloutBatch, SamplingParams
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, go_on_with
+from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
 
 TOKENIZER = make_tokenizer()
+FUNCTIONS = "tests.support.scored_functions"
 ANSWERS = ("#### 4", "#### 5", "4")
 """What samples 0, 1 and 2 of each prompt answer."""
-
-
-def has_answer(completion, answer):  # type: ignore[no-untyped-def]
-    return float(completion.endswith(f"#### {answer}"))
-
-
-async def facts(completion: str, prompt: str, stop_reason: str, num_turns: int, **columns: Any) -> dict[str, float]:
-    assert prompt == "0 + 1?"
-    assert columns["answer"] == 4
-    assert columns["response_length"] > 0
-    return {"stopped": float(stop_reason == "stop"), "turns": float(num_turns), "length": float(len(completion))}
-
-
-def conversation(completion: list[ChatMessage], messages: list[ChatMessage], prompt: list[ChatMessage]) -> float:
-    assert messages == [*prompt, *completion]
-    return float([message["role"] for message in completion] == ["assistant", "user", "assistant"])
-
-
-@batched
-def lengths(completions: list[str], answer: list[int], scale: float = 1.0) -> list[float]:
-    assert answer == [4] * len(completions)
-    if len(completions) > 1 and "4" in completions:
-        raise ValueError("together, these are too many")
-    if completions == ["4"]:
-        raise ValueError("4")
-    return [scale * len(completion) for completion in completions]
-
-
-@group
-def longest(completions: list[str], answer: int) -> list[float]:
-    assert answer == 4
-    return [float(len(completion) == max(map(len, completions))) for completion in completions]
-
-
-@group
-def too_few(completions: list[str]) -> list[float]:
-    return [1.0] * (len(completions) - 1)
-
-
-def unsure(completion: str) -> float | None:
-    return None if completion == "4" else 1.0
-
-
-def broken(completion: str) -> Any:
-    if completion == "4":
-        raise KeyError("no rule for 4")
-    return float("nan") if completion.endswith("5") else 1.0
-
-
-def endless(completion: str) -> float:
-    while completion == "4":
-        time.sleep(0.01)
-    return 1.0
-
-
-class Scaled:
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __call__(self, completion: str) -> float:
-        return self.scale * float(bool(completion))
-
-
-def of_nothing(reply: str) -> float:
-    return float(bool(reply))
-
-
-NO_FUNCTION = 3
 
 
 @pytest.fixture
@@ -124,7 +56,7 @@ def roll_out() -> Iterator[Callable[..., RolloutBatch]]:
 
 
 def named(function: str, **arguments: Any) -> Any:
-    target = f"test_scoring:{function}"
+    target = f"{FUNCTIONS}:{function}"
     return {"_target_": target, **arguments} if arguments else target
 
 
@@ -177,7 +109,7 @@ def test_what_a_function_does_wrong_fails_that_trajectory_alone(
     batch = roll_out(named(reward), step_timeout_s=0.5)
     failures = {index: one.failure for index, one in enumerate(batch.trajectories) if one.failure is not None}
     assert {index: failure.kind for index, failure in failures.items()} == kinds
-    assert re.sub(r" at \S+test_scoring.py:\d+ in", " at LINE in", failures[2].message) == message
+    assert re.sub(r" at \S+scored_functions.py:\d+ in", " at LINE in", failures[2].message) == message
     assert rewards_of(batch)[0] == (6.0 if reward == "lengths" else 1.0)
 
 
@@ -193,22 +125,27 @@ def test_too_few_values_fail_the_group_with_the_reason(roll_out: Any) -> None:
     }
 
 
-@pytest.mark.slow
 def test_functions_run_in_worker_processes_which_a_deadline_ends(roll_out: Any) -> None:
     batch = roll_out(named("endless"), named("has_answer"), named("longest"), step_timeout_s=2.0, isolation="auto")
     assert rewards_of(batch) == [3.0, 2.0, None]
     assert batch.trajectories[2].failure.kind is FailureKind.REWARD_TIMEOUT
 
 
-@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("isolation", ["thread", "process"])
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
         ("exact_macth", "environment.rewards[0]: must be one of exact_match"),
         (named("NO_FUNCTION"), "must name a function or a class, and this is int"),
-        (named("of_nothing"), "must take completion, by that name; got test_scoring:of_nothing(reply)"),
-        (named("has_answer", scale=2), "environment.rewards[0].scale: is no argument of test_scoring:has_answer"),
-        (named("Scaled"), "environment.rewards[0].scale: must be given to test_scoring:Scaled"),
+        (
+            named("of_nothing"),
+            f"must take completion, by that name; got {FUNCTIONS}:of_nothing(reply)",
+        ),
+        (
+            named("has_answer", scale=2),
+            f"environment.rewards[0].scale: is no argument of {FUNCTIONS}:has_answer",
+        ),
+        (named("Scaled"), f"environment.rewards[0].scale: must be given to {FUNCTIONS}:Scaled"),
     ],
 )
 def test_what_cannot_be_called_is_said_before_anything_is_loaded(isolation: Any, reward: Any, problem: str) -> None:

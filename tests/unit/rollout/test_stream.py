@@ -19,7 +19,8 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
-from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, make_prompts, make_tokenizer
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment
+from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ANSWER = [*TOKENIZER.encode("#### 4"), 3]

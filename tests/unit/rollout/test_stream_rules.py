@@ -25,7 +25,8 @@ from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream.replay import ReplayGenerator
 from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken, distinct, rollouts_of
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
-from tests.support.fakes import FakeEngine, FakeEnvironment, done_with, make_prompts, make_tokenizer
+from tests.support.fake_environments import FakeEnvironment, done_with
+from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
 from tests.support.fakes_trainer import make_trajectory, make_turn
 
 TOKENIZER = make_tokenizer()

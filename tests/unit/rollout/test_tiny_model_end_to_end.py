@@ -101,6 +101,7 @@ def test_recorded_logprobs_are_those_of_the_model(rollouts: RolloutBatch, model:
             assert list(turn.response_logprobs) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_whether_or_not_others_came_before_it(rollouts: RolloutBatch) -> None:
     second = roll_out(steps=(2,))
     assert roll_out(steps=(1, 2)) == second

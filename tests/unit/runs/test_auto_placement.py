@@ -41,6 +41,7 @@ def engines(config: Config) -> tuple[int, int]:
     return config.generator.vllm.num_engines, config.generator.vllm.tensor_parallel_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_each_size_is_placed_on_all_gpus_or_refused_with_a_remedy_that_works(
@@ -107,6 +108,7 @@ def test_an_engine_is_split_as_its_heads_allow(tmp_path: Path) -> None:
     assert engines(place(config, gpus(6, memory_gb=30.0))) == (3, 2), "28 heads do not divide by 3 or 6"
 
 
+@pytest.mark.slow
 def test_what_the_user_states_of_engines_is_kept() -> None:
     config = gpu_config("generator.vllm.tensor_parallel_size=2")
     assert engines(place(config, gpus(8))) == (4, 2)
@@ -122,6 +124,7 @@ def test_stated_counts_need_no_device_and_are_spread_over_nodes() -> None:
     assert (found.gpus_per_node, found.memory_gb, found.source) == ((8, 8), 141.0, "placement.num_gpus=16")
 
 
+@pytest.mark.slow
 def test_a_placement_that_was_chosen_is_as_if_it_were_stated() -> None:
     placed = place(gpu_config("placement.num_gpus=4"))
     assert placed.placement.auto is False
@@ -189,6 +192,7 @@ def test_the_plan_of_a_machine_without_a_gpu_says_that_it_was_made_for_one(capsy
     assert (placement["gpus_needed"], placement["gpus_found"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["+experiment=gsm8k_multiturn", "platform=gpu", "placement.num_gpus=1", "model.path=Qwen/Qwen2.5-32B"]
     assert plan_main(arguments) == 2

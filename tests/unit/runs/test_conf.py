@@ -20,7 +20,7 @@ from skyrl_train.data import GSM8K_ENV_CLASS
 from skyrl_train.rollout.rewards import Judge
 from skyrl_train.runs.cli import machine, resolvers
 from skyrl_train.runs.cli.composition import load_node, plain_values
-from skyrl_train.runs.cli.resolvers import conf_dir
+from skyrl_train.runs.cli.conf_folder import conf_dir
 from skyrl_train.system import DetectedPlatform
 from tests.support.composing import composed
 
@@ -119,6 +119,7 @@ def test_every_choice_composes_and_breaks_no_rule(file: Path, platform: str) -> 
     assert [str(problem) for problem in (*loaded.violations, *validate_config(loaded.config))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_fits_every_platform(experiment: str, platform: str) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from skyrl_train.config import SFTConfig, sft_learner_settings, validate_sft
+from skyrl_train.config import SFT_RULES, SFTConfig
+from skyrl_train.config.derived import sft_learner_settings
 from skyrl_train.config.door import read_root
 from skyrl_train.config.fields import walk
-from skyrl_train.config.rules import run_rules
+from skyrl_train.config.rules import rule_violations, run_rules
 from skyrl_train.runs.cli import machine
 from skyrl_train.runs.cli.command_line import preflight
 from skyrl_train.runs.cli.composition import load_node, plain_values
-from skyrl_train.runs.cli.resolvers import conf_dir
+from skyrl_train.runs.cli.conf_folder import conf_dir
 from tests.support.composing import composed
 
 FILES = sorted([*conf_dir().glob("sft_*/*.yaml"), *conf_dir().glob("experiment/sft_*.yaml")])
@@ -58,7 +59,7 @@ def test_every_leaf_of_a_file_is_a_setting(file: Path) -> None:
 def test_every_choice_composes_and_breaks_no_rule(file: Path, platform: str) -> None:
     first = [] if file.parent.name == "sft_platform" else [f"sft_platform={platform}"]
     loaded = read_root(plain_values(composed(*first, choice(file), root="sft")), SFTConfig)
-    assert [str(problem) for problem in (*loaded.violations, *validate_sft(loaded.config))] == []
+    assert [str(problem) for problem in (*loaded.violations, *rule_violations(loaded.config, SFT_RULES))] == []
 
 
 def test_the_cpu_platform_trains_the_bundled_model_on_the_bundled_problems() -> None:

@@ -14,7 +14,7 @@ from skyrl_train.config.derived import Situation
 from skyrl_train.config.rules import validate_config
 from skyrl_train.runs.cli import resolvers as resolver
 from skyrl_train.runs.cli.composition import load_node
-from skyrl_train.trainers.checkpoints import flat_config
+from skyrl_train.trainers.checkpoints import flat_config, settings_of
 from tests.support.composing import composed
 
 ARCHITECTURE = {
@@ -132,7 +132,9 @@ def test_a_run_that_goes_on_reads_what_was_recorded(
     first = own_task(model, f"output_dir={tmp_path}/run", "trainer.train_batch_size=6")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000010"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"config": flat_config(first)}), encoding="utf-8")
+    (checkpoint / "trainer_state.json").write_text(
+        json.dumps({"config": flat_config(settings_of(first))}), encoding="utf-8"
+    )
     monkeypatch.setattr(resolver, "derive", another_rule)
     monkeypatch.setattr(resolver, "usable_cores", lambda: 64)
     place = {"fork of a checkpoint": checkpoint}.get(how, tmp_path / "run")
@@ -192,7 +194,7 @@ def test_what_was_measured_of_the_device_is_recorded_with_the_run(model: str, ca
     assert validate_config(config) == []
     assert config.platform.rates == RATES
     assert config.model.compile is True
-    assert flat_config(config)["platform.rates.flex_flops"] == 2.5e11
+    assert flat_config(settings_of(config))["platform.rates.flex_flops"] == 2.5e11
     assert config.derived[-1] == (
         "rates       of cpu, measured on 2026-01-02; compiled layers were faster; platform.rates=null takes the stated ones"
     )
@@ -245,7 +247,9 @@ def test_a_run_that_goes_on_keeps_the_rates_that_it_began_with(
     def record(config: Config) -> None:
         checkpoint = tmp_path / "run" / "checkpoints" / "step_000010"
         checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"config": flat_config(config)}), encoding="utf-8")
+        (checkpoint / "trainer_state.json").write_text(
+            json.dumps({"config": flat_config(settings_of(config))}), encoding="utf-8"
+        )
 
     stated = own_task(model, f"output_dir={tmp_path}/run")
     keep(cache, gain=1.5)
@@ -257,7 +261,7 @@ def test_a_run_that_goes_on_keeps_the_rates_that_it_began_with(
     record(stated)
     again = own_task(model, f"output_dir={tmp_path}/{folder}", *more)
     assert (again.platform.rates, again.model.compile) == (None, False)
-    before = {name: value for name, value in flat_config(stated).items() if name != "platform.rates"}
+    before = {name: value for name, value in flat_config(settings_of(stated)).items() if name != "platform.rates"}
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000010"
     (checkpoint / "trainer_state.json").write_text(json.dumps({"config": before}), encoding="utf-8")
     assert own_task(model, f"output_dir={tmp_path}/{folder}", *more).platform.rates is None, "an older release's run"
@@ -267,7 +271,9 @@ def test_a_run_that_begins_anew_derives_anew(tmp_path: Path, model: str, monkeyp
     first = own_task(model, f"output_dir={tmp_path}")
     checkpoint = tmp_path / "checkpoints" / "step_000010"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"config": flat_config(first)}), encoding="utf-8")
+    (checkpoint / "trainer_state.json").write_text(
+        json.dumps({"config": flat_config(settings_of(first))}), encoding="utf-8"
+    )
     monkeypatch.setattr(resolver, "usable_cores", lambda: 64)
     assert own_task(model, f"output_dir={tmp_path}").platform.num_threads == 4
     assert own_task(model, f"output_dir={tmp_path}", "trainer.resume_mode=none").platform.num_threads == 64

@@ -62,6 +62,7 @@ def test_a_run_writes_into_its_own_folder_and_keeps_the_terminal_quiet(started, 
     assert (folder / ".hydra" / "overrides.yaml").read_text() == "- +experiment=gsm8k_multiturn\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("access", "log", "own"), [("owner", 0o600, 0o700), ("umask", 0o644, 0o755)])
 def test_nobody_else_reads_a_new_run_folder_unless_a_setting_says_so(
     access: str,
@@ -76,6 +77,7 @@ def test_nobody_else_reads_a_new_run_folder_unless_a_setting_says_so(
     assert (of["run"], of[".hydra"], of["run.log"], of["overrides.yaml"]) == (own, own, log, log)
 
 
+@pytest.mark.slow
 def test_a_look_takes_the_place_of_the_run_and_leaves_nothing_behind(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started("--look", "output_dir=chosen", "hydra.run.dir=chosen", "seed=1")
 
@@ -87,6 +89,7 @@ def test_a_look_takes_the_place_of_the_run_and_leaves_nothing_behind(started, tm
     assert [path.name for path in tmp_path.iterdir()] == ["standin.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["hydra.run.dir=chosen", "output_dir=chosen"])
 def test_both_names_of_the_folder_move_everything(argument: str, started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started(argument)
@@ -97,6 +100,7 @@ def test_both_names_of_the_folder_move_everything(argument: str, started, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chosen", "standin.py"]
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_each_run_a_folder(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started("-m", "seed=3,4")
 
@@ -106,6 +110,7 @@ def test_a_sweep_gives_each_run_a_folder(started, tmp_path: Path) -> None:  # ty
     assert runs == [f"RUN 3 {sweep / '0'} False", f"RUN 4 {sweep / '1'} False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "typed",
     [
@@ -131,6 +136,7 @@ def test_hydra_cannot_be_had_to_write_secrets(typed: str, started, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swept", [False, True])
 def test_no_secret_of_the_command_line_reaches_the_disk_or_the_terminal(swept: bool, started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     secrets = ["tangerine-7", "pa55-word", "hf_" + "a1" * 15]
@@ -169,6 +175,7 @@ def test_help_shows_examples_groups_and_common_settings(started, tmp_path: Path)
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_the_job_can_be_shown_resolved(started) -> None:  # type: ignore[no-untyped-def]
     done = started("+experiment=gsm8k_multiturn", "seed=9", "--cfg", "job", "--resolve", "-p", "trainer.policy")
 
@@ -177,6 +184,7 @@ def test_the_job_can_be_shown_resolved(started) -> None:  # type: ignore[no-unty
     assert started("--cfg", "hydra", "--resolve", "-p", "hydra.run").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stands_there", [True, False])
 def test_a_console_command_finds_modules_where_the_user_stands(started, tmp_path: Path, stands_there: bool) -> None:  # type: ignore[no-untyped-def]
     """Python itself looks in the command's own folder alone."""

@@ -127,6 +127,7 @@ with exits.exit_on_errors(OmegaConf.create({"output_dir": "x"})) as ending, Part
 """
 
 
+@pytest.mark.slow
 def test_closing_that_hangs_ends_with_the_process_and_the_status_of_the_error() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

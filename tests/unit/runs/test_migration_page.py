@@ -86,6 +86,7 @@ def test_a_name_is_answered_with_what_it_is_here(name: str) -> None:
 SECTIONS = [field.path for field in walk(Config) if field.section and "." not in field.path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plus", ["", "+"])
 def test_at_the_command_line_each_is_answered(plus: str, refusal: Callable[..., dict[str, str]]) -> None:
     told = refusal("+experiment=gsm8k_multiturn", *(f"{plus}{name}=1" for name in PEER_NAMES))

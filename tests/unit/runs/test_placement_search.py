@@ -17,6 +17,7 @@ from skyrl_train.config.models import StrategyConfig, mesh_sizes
 from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.model.sizes import known_architectures
+from skyrl_train.plan import plan_memory, positions_that_fit
 from skyrl_train.plan.forms import (
     Device,
     ScaledModel,
@@ -31,13 +32,14 @@ from skyrl_train.plan.forms import (
     streamed_sync,
     update_on,
 )
-from skyrl_train.plan.memory import plan_memory, positions_that_fit, recomputing
 from skyrl_train.runs.cli.placement import place
-from skyrl_train.runs.cli.placement_search import Search, even_nodes, sizes_of
+from skyrl_train.runs.cli.placement_search import Search, even_nodes, recomputing, sizes_of
 from skyrl_train.runs.cli.plan import main as plan_main
 from skyrl_train.system import Devices
-from skyrl_train.trainers.checkpoints import flat_config
+from skyrl_train.trainers.checkpoints import flat_config, settings_of
 from tests.support.auto_placement_cases import gpu_config, gpus
+
+pytestmark = pytest.mark.slow  # models are traced
 
 CLUSTER = "placement.ray_address=auto"
 PLAIN = StrategyConfig(name="fsdp2", cpu_offload=False)
@@ -85,8 +87,8 @@ def test_the_line_says_what_was_chosen_and_beside_what(capsys: pytest.CaptureFix
     ("override", "setting", "value"),
     [
         ("strategy.fsdp_size=16", "fsdp_size", 16),
-        ("strategy.tensor_parallel_size=4", "tensor_parallel_size", 4),
-        ("strategy.sequence_parallel_size=2", "sequence_parallel_size", 2),
+        pytest.param("strategy.tensor_parallel_size=4", "tensor_parallel_size", 4, marks=pytest.mark.nightly),
+        pytest.param("strategy.sequence_parallel_size=2", "sequence_parallel_size", 2, marks=pytest.mark.nightly),
         ("strategy.cpu_offload=true", "cpu_offload", True),
     ],
 )
@@ -100,6 +102,7 @@ def test_what_is_stated_of_engines_and_another_strategy_is_kept() -> None:
     assert placed("Qwen2.5-0.5B", NODES[1], "strategy=ddp").strategy == StrategyConfig(name="ddp")
 
 
+@pytest.mark.nightly
 def test_a_default_that_is_typed_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"Try strategy.cpu_offload=true"):
         placed("Qwen2.5-7B", gpus(1), "placement.stated=[strategy.cpu_offload]")
@@ -108,7 +111,7 @@ def test_a_default_that_is_typed_is_stated(capsys: pytest.CaptureFixture[str]) -
     assert "Try strategy.cpu_offload=true" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_asynchronous_runs_have_engines_apart(nodes: int) -> None:
     found = placed("Qwen2.5-7B", NODES[nodes], CLUSTER, "trainer.max_staleness=1", "algorithm=tis")
     assert not found.placement.colocate_all
@@ -116,6 +119,7 @@ def test_asynchronous_runs_have_engines_apart(nodes: int) -> None:
     assert validate_config(found) == []
 
 
+@pytest.mark.nightly
 def test_a_host_with_little_memory_has_fewer_engines_asleep_or_engines_apart() -> None:
     plain, fewer, apart = (
         placed("Qwen2.5-7B", NODES[1], f"placement.host_memory_gb={size}") for size in (1000, 250, 150)
@@ -133,7 +137,9 @@ def test_a_run_that_goes_on_keeps_its_form_and_one_on_other_gpus_has_another(tmp
     first = place(replace(config("strategy.fsdp_size=4"), output_dir="/elsewhere"), NODES[2])
     checkpoint = tmp_path / "checkpoints" / "step_1"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"config": flat_config(first)}), encoding="utf-8")
+    (checkpoint / "trainer_state.json").write_text(
+        json.dumps({"config": flat_config(settings_of(first))}), encoding="utf-8"
+    )
     again = place(config(), NODES[2])
     assert (again.strategy, again.placement, again.generator) == (first.strategy, first.placement, first.generator)
     assert place(config(), NODES[4]).placement.policy_num_workers == 32

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from skyrl_train.errors import ModelError
 from skyrl_train.runs.cli.plan import count_parameters, main
@@ -23,6 +25,19 @@ def test_the_plan_of_the_quickstart_is_printed(capsys: pytest.CaptureFixture[str
     assert "Learning rate" in printed
     assert "Kept and moved" in printed
     assert "generator.eval_sampling" not in printed
+
+
+def test_a_plan_composes_its_configuration_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    composed: list[list[str]] = []
+    load = ConfigLoaderImpl.load_configuration
+
+    def counted(self: ConfigLoaderImpl, config_name: str, overrides: list[str], *others: Any, **named: Any) -> Any:
+        composed.append(overrides)
+        return load(self, config_name, overrides, *others, **named)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    assert main(EXPERIMENT) == 0
+    assert composed == [list(EXPERIMENT)]
 
 
 def test_a_plan_says_where_evaluation_samples_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +67,7 @@ def test_the_plan_of_agents_has_a_row_for_each_turn(capsys: pytest.CaptureFixtur
     assert "needs one of run (a function), command (a list of words) and url" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_tools_that_the_chat_template_ignores_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tools = (*EXPERIMENT, f"environment.tools=[{ADD}]")
     assert main(tools) == 2
@@ -120,6 +136,7 @@ def test_parameters_are_counted_from_the_files_headers() -> None:
 MEMORY = (*EXPERIMENT, "plan.device_memory_gb=80", "plan.architecture=Qwen2.5-7B", "model.dtype=bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [EXPERIMENT, MEMORY])
 def test_neither_torch_nor_ray_is_imported_for_a_model_that_was_planned_before(arguments: tuple[str, ...]) -> None:
     if arguments == MEMORY:
@@ -132,6 +149,7 @@ def test_neither_torch_nor_ray_is_imported_for_a_model_that_was_planned_before(a
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_memory_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     sharded = ("strategy=fsdp2", "placement=ray", "placement.policy_num_workers=8", "model.gradient_checkpointing=true")
     assert main((*MEMORY, *sharded, "generator.max_context_length=8192")) == 0

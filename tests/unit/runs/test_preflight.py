@@ -239,7 +239,7 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         ),
         (
             "environment.env_class=gsm8kk",
-            "environment.env_class: must be one of aime, gsm8k, gsm8k_multi_turn, lcb, reported, search, searchcode,"
+            "environment.env_class: must be one of aime, gsm8k, gsm8k_multi_turn, harbor, lcb, reported, search, searchcode,"
             " single_turn, text2sql, word_problems; got 'gsm8kk'. Did you mean 'gsm8k'? Write"
             " package.module:attr for a custom one",
         ),

@@ -14,8 +14,8 @@ from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig, ModelConfig
 from skyrl_train.errors import ConfigError, ModelError
-from skyrl_train.runs.resolve import resolve, reward_models, with_reward_weights
-from skyrl_train.trainers.checkpoints import changes_since, flat_config
+from skyrl_train.runs.resolving import resolve, reward_models, with_reward_weights
+from skyrl_train.trainers.checkpoints import changes_since, flat_config, settings_of
 from tests.support.reward_model_cases import save_reward_model
 
 JUDGE = {"_target_": "judge", "url": "http://127.0.0.1:9", "model": "m"}
@@ -76,7 +76,7 @@ def test_the_weights_of_a_reward_model_are_part_of_the_run(tmp_path: Path) -> No
     assert [reward.weights for _, reward in reward_models(config.environment)] == [pinned["weights"]]
     save_reward_model(tmp_path, seed=1)
     other = with_reward_weights(config_of(JUDGE, {**model, "weight": 0.5}))
-    found = changes_since(flat_config(config), flat_config(other), Config)
+    found = changes_since(flat_config(settings_of(config)), flat_config(settings_of(other)), Config)
     assert [each.setting for each in found] == ["environment.rewards"]
     plain = config_of(JUDGE)
     assert with_reward_weights(plain) is plain

@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_train.config.data import is_own_data
 from skyrl_train.errors import ConfigError
-from skyrl_train.runs.cli.resolvers import conf_dir
+from skyrl_train.runs.cli.conf_folder import conf_dir
 
 
 def test_this_checkout_has_its_configuration() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_train.config import Config
 from skyrl_train.config.models import GeneratorConfig, PlatformConfig, SamplingConfig
-from skyrl_train.runs.resolve import first_lines, resume_promise
+from skyrl_train.runs.resolving import first_lines, resume_promise
 
 GPU = PlatformConfig(name="gpu", device="cuda:0")
 ENGINE_SEEDS = GeneratorConfig(backend="vllm", seeds="engine")

@@ -41,6 +41,7 @@ SMOKE = [
         "data_plane.py --tokens 50 --rows 8 --samples 2 --engines 2 --processes 1 --ranks 1 --steps 1",
         r"\| 50 \| 8 \| \d",
     ),
+    ("core_rates.py --rounds 1", r"\| best seen \| \d"),
     ("curriculum.py --folder {folder} --seeds 0 --steps 1 --prompts 4 trainer.total_steps=1", r"\| quickstart \| 256"),
     ("engine_front.py --requests 2 --steps 2", r"2 requests, collector engine: .* tokens/s"),
     ("environments.py --calls 320 --sleepers 4 --workers 2", "4 environments of 4 steps"),
@@ -63,19 +64,27 @@ SMOKE = [
     ),
     ("sampler.py --requests 2 --tokens 2 --vocabulary 1000", r"\| none \| \d"),
     ("sandbox.py --calls 1", r"\| best, without namespaces \| \d"),
+    (
+        "serve.py --tenants 2 --prompt-tokens 16 --new-tokens 4 --rounds 1 --rank 2 model.path=builtin:tiny_qwen2",
+        r"\| sampling \| \d",
+    ),
     ("sft_vs_trl.py --data {data} --steps 2 --batch-size 8", "packed: .* tokens of every step equal"),
     (
         "staleness.py {folder} --staleness 0 --seeds 1 --steps 1 --prompts 2 --held-out 4 --eval-interval 1",
         r"\| 0 \| none",
     ),
+    ("slopes.py --axes layers,ranks --rounds 1", r"\| ranks \| 1, 2, 4 \|"),
+    ("startup.py --commands 1", r"\| one step \| \d"),
     ("startup.py", r"\| all rollouts of the first step \|"),
     ("step.py --trainers ours --turns 1 --seeds 0 --steps 2", r"\| ours \| \d"),
     ("update.py compare --models tiny --kinds single --variants padded,auto --rounds 1", r"\| auto \| .*e-0"),
     ("update.py shapes --models tiny --shapes typical --peers trl --rounds 1", r"\| typical \| 32 \|"),
+    ("update.py bound --models tiny --shapes typical --rounds 1 --costs", r"\| auto \| 8,640 \|(?s:.*)costs: \w"),
     ("update.py head --vocabulary 1000 --hidden 64 --tokens 128", r"\| fused \| 128 \| 1,000 \| \d"),
     ("update.py --device cpu --model tiny --layouts padded --steps 1", r"\| padded \| eager \|"),
     ("update_ranks.py --device cpu --ranks 2 --ahead 0 --steps 1", r"\| padded \| 1 \| 0 \| \d"),
     ("view.py --turns 200", "slowest filter, answered"),
+    ("view.py --steps 3 --rows 64", "3 steps of 64 trajectories in 3 files"),
     ("weight_changes.py --steps 1 --rates 1e-6", r"\| 1e-06 \| bfloat16 \|"),
     ("weight_parts.py --megabytes 4 --rounds 1", r"\| changes \|"),
     ("weight_parts.py --stream 4 4 --megabytes 4 --rounds 1", r"\| plan \| 4 \| 16 \| 1 \| 3 \| 0 \|"),
@@ -83,11 +92,12 @@ SMOKE = [
     ("weight_sync.py --in-process --rounds 1 --megabytes 4", r"\| bfloat16 \| 2 \| 2 \|"),
 ]
 """Arguments of each program, and what it then prints."""
-NEEDS = {"engine_front": "vllm", "lora_sync": "vllm", "sampler": "vllm", "sft_vs_trl": "trl"}
+NEEDS = {"engine_front": "vllm", "lora_sync": "vllm", "sampler": "vllm", "serve": "tinker", "sft_vs_trl": "trl"}
 MISSED = {"controller", "rollout_store"}
 """Whose targets are for other sizes: on most machines these miss them, and the status is 1."""
-PARTS = {"harness", "step_trl", "synthetic_rollouts", "weight_driver"} | {
-    f"update_{part}" for part in ("checks", "device", "head", "openrlhf", "ours", "peers", "trl", "verl", "work")
+PARTS = {"harness", "rollouts_bound", "step_trl", "synthetic_rollouts", "weight_driver"} | {
+    f"update_{part}"
+    for part in ("bound", "checks", "device", "head", "openrlhf", "ours", "peers", "trl", "verl", "work")
 }
 """Modules that programs are made of."""
 

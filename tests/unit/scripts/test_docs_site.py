@@ -85,6 +85,7 @@ def run_script(name: str, *arguments: str) -> str:
     return ran.stdout + ran.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_site_is_built_strictly_with_the_reference_and_a_search() -> None:
     run_script("docs.sh")

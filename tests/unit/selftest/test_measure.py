@@ -30,6 +30,7 @@ def passed(name: str, **value: Any) -> CaseResult:
     return CaseResult(name=name, outcome="pass", detail="so fast", seconds=1.0, value=value)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_cpu_leave_rates_and_fill_a_page(tmp_path: Path, cache: Path) -> None:
     page, output = tmp_path / "page.md", tmp_path / "measured"
     page.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")

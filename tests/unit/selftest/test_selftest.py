@@ -229,6 +229,7 @@ def test_an_unknown_case_is_refused_before_anything_runs(capsys: pytest.CaptureF
     assert "no such case" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_running_case_with_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `timeout` or a scheduler sends it: what were left would hold the GPU."""
     case = Case(name="hangs", body=f"{BODIES}:hangs_with_a_child", deadline_s=30.0)

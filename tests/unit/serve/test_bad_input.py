@@ -46,7 +46,7 @@ def test_messages_that_are_cut_off_or_no_messages_are_refused(ann: Caller, model
         damaged = bytearray(whole[: draw.integers(1, len(whole))])
         damaged[draw.integers(len(damaged))] ^= int(draw.integers(1, 256))
         status, body = passed(ann, bytes(damaged), PROTOBUF)
-        assert status in (400, 404, 409, 413) or body.get("request_id", "").startswith(model), (status, body)
+        assert status in (400, 404, 413, 422) or body.get("request_id", "").startswith(model), (status, body)
         if status != 200:
             assert body["category"] == "user"
 
@@ -57,35 +57,42 @@ def test_messages_that_are_cut_off_or_no_messages_are_refused(ann: Caller, model
         (lambda m: setattr(m.data[0].model_input[0].encoded_text, "tokens", b"\1\2\3"), "no whole int32 numbers"),
         (lambda m: setattr(m.data[0].loss_fn_inputs["target_tokens"], "dtype", 0), "type 0 are not read"),
         (lambda m: m.data[0].loss_fn_inputs["target_tokens"].shape.append(9), "do not have the shape"),
-        (lambda m: m.data[0].model_input.add().image.MergeFromString(b""), "chunk of type None|type image"),
-        (lambda m: setattr(m.data[0].loss_fn_inputs["weights"].sparse_csr, "values", b"\0" * 4), "are not read"),
+        (lambda m: setattr(m.data[0].model_input.add().image, "data", b"PNG"), "images are not taken"),
+        (lambda m: setattr(m.data[0].loss_fn_inputs["weights"].sparse_csr, "values", b"\0" * 4), "two dimensions"),
     ],
 )
-def test_messages_whose_parts_do_not_fit_are_refused(ann: Caller, model: str, change: Any, says: str) -> None:
+def test_messages_whose_parts_do_not_fit_fail_in_their_turn(ann: Caller, change: Any, says: str) -> None:
     import re
 
+    model = ann.model()
     message = as_message(model, 1, TWO)
     change(message)
-    status, body = passed(ann, message.SerializeToString(), PROTOBUF)
-    assert (status, bool(re.search(says, body["error"]))) == (400, True), body
+    for _ in range(2):
+        status, promise = passed(ann, message.SerializeToString(), PROTOBUF)
+        found = ann.outcome(promise)
+        assert (status, found["category"], bool(re.search(says, found["error"]))) == (200, "user", True), found
+    assert ann.logprobs(model, 2), "the number was used: the next request does not wait for it"
 
 
-def test_sparse_tensors_are_bounded_and_must_fit(ann: Caller, model: str) -> None:
-    for shape, crow, col in (
+def test_sparse_tensors_are_bounded_and_must_fit(ann: Caller) -> None:
+    model = ann.model()
+    bad: list[tuple[list[int], list[int], list[int]]] = [
         ([1 << 30, 1 << 30], [0], []),
         ([2, 4], [0, 1, 1], [9]),
         ([2, 4], [0, 2, 1], [0]),
         ([-1, 4], [0], []),
         ([2], [0, 0, 0], []),
-    ):
-        message = as_message(model, 1, [datum([1, 2])])
+    ]
+    for seq, (shape, crow, col) in enumerate(bad, start=1):
+        message = as_message(model, seq, [datum([1, 2])])
         tensor = message.data[0].loss_fn_inputs["target_tokens"]
         tensor.sparse_csr.values = np.ones(len(col), np.int64).tobytes()
         tensor.sparse_csr.crow_indices = np.asarray(crow, np.int64).tobytes()
         tensor.sparse_csr.col_indices = np.asarray(col, np.int64).tobytes()
         del tensor.shape[:]
         tensor.shape.extend(shape)
-        assert passed(ann, message.SerializeToString(), PROTOBUF)[0] == 400, shape
+        found = ann.outcome(passed(ann, message.SerializeToString(), PROTOBUF)[1])
+        assert (found["category"], "sparse" in found["error"]) == ("user", True), found
 
 
 def test_bombs_other_encodings_and_huge_bodies_are_refused(ann: Caller) -> None:
@@ -199,7 +206,8 @@ def test_models_that_cannot_be_made_are_refused(ann: Caller, part: str, value: A
 def test_steps_that_cannot_be_made_are_refused(ann: Caller, model: str, params: Any) -> None:
     body = json.dumps({"model_id": model, "adam_params": params}).replace("Infinity", "1e999")
     answer = ann.http.post("/api/v1/optim_step", content=body, headers=ann.headers)
-    assert answer.status_code == 400, answer.text
+    found = answer.json() if answer.status_code == 400 else ann.outcome(answer.json())
+    assert (found["category"], "adam_params" in found["error"]) == ("user", True), found
 
 
 @pytest.mark.parametrize(
@@ -212,6 +220,9 @@ def test_steps_that_cannot_be_made_are_refused(ann: Caller, model: str, params: 
         {"params": {"stop": [""] * 65}},
         {"params": {"stop": [1, "a"]}},
         {"params": {"seed": 0.5}},
+        {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}},
+        {"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1]}},
+        {"prompt": {"chunks": [{"tokens": [1]}, {"type": "image", "data": "aGk=", "format": "png"}]}},
         {"num_samples": 0},
         {"num_samples": 10**6},
         {"topk_prompt_logprobs": 1000},
@@ -252,11 +263,11 @@ def test_names_never_become_paths(ann: Caller, server: Any, name: Any) -> None:
     assert (found["category"], "must match" in found["error"]) == ("user", True)
     after = sorted(path.name for path in Path(server.service._folder).rglob("*"))
     assert after == before
-    ann.send(
-        "load_weights", {"model_id": model, "path": f"tinker://{model}/weights/{name}", "optimizer": False}, status=404
-    )
+    sent = {"model_id": model, "path": f"tinker://{model}/weights/{name}", "optimizer": False}
+    assert "there is no checkpoint" in ann.outcome(ann.send("load_weights", sent))["error"]
 
 
+@pytest.mark.slow
 def test_many_clients_at_once_each_get_their_own(server: Any) -> None:
     callers = [Caller(server, key) for key in KEYS] * 20
     with ThreadPoolExecutor(20) as pool:
@@ -265,10 +276,10 @@ def test_many_clients_at_once_each_get_their_own(server: Any) -> None:
 
         def trained(pair: tuple[Caller, str]) -> list[float]:
             caller, model = pair
-            promises = [caller.train(model, 1, TWO), caller.step(model, 2)]
+            promises = [caller.train(model, 1, TWO), caller.step(model, 2, eps=0.1)]
             assert all("error" not in caller.outcome(each) for each in promises)
             return caller.logprobs(model, 3)
 
         found = list(pool.map(trained, zip(callers, models)))
     assert len(set(sessions)) == len(sessions)
-    assert all(each == found[0] for each in found)
+    assert all(each == pytest.approx(found[0], abs=1e-5) for each in found), "passes of several are computed as one"

@@ -214,8 +214,29 @@ def test_a_step_is_adamw_with_the_settings_of_the_step(learners: AdapterLearners
             torch.testing.assert_close(parameters[i].detach(), first[i], rtol=1e-5, atol=1e-9)
 
 
+ONES = {"weights": [1.0, 1.0, 1.0]}
+
+
+def weighing_one(targets: Any) -> dict[str, Any]:
+    """The inputs of cross-entropy with a weight of 1 for each target."""
+    return {"target_tokens": targets, "weights": np.ones(targets.shape, np.float32)}
+
+
+def test_a_pass_without_examples_is_refused() -> None:
+    with pytest.raises(Refused, match="no example in the pass"):
+        rows_of(asked([], "cross_entropy"), vocabulary=10, max_length=64)
+
+
+def test_targets_that_all_weigh_nothing_are_computed_all_the_same() -> None:
+    inputs = {"target_tokens": np.array([[5, 6], [7, 0]]), "weights": np.zeros((2, 2), np.float32)}
+    made = rows_of(
+        asked([Datum(tokens=np.array([1, 2]), inputs=inputs)], "cross_entropy"), vocabulary=10, max_length=64
+    )
+    assert made.targets.tolist() == [0, 1, 2, 3]
+
+
 def test_rows_are_those_of_the_worked_example() -> None:
-    data = [Datum(tokens=np.array([1, 2, 3]), inputs={"target_tokens": np.array([2, 9, 4])})]
+    data = [Datum(tokens=np.array([1, 2, 3]), inputs=weighing_one(np.array([2, 9, 4])))]
     made = rows_of(asked(data, "cross_entropy"), vocabulary=10, max_length=64)
     assert made.batch is not None
     assert made.batch["input_ids"].tolist() == [1, 2, 3, 4, 1, 2, 9]
@@ -235,7 +256,7 @@ def test_several_targets_at_a_position_are_rows_of_those_that_weigh_something() 
 
 
 def test_examples_without_tokens_have_outputs_without_numbers() -> None:
-    empty = Datum(tokens=np.zeros(0, np.int64), inputs={"target_tokens": np.zeros(0, np.int64)})
+    empty = Datum(tokens=np.zeros(0, np.int64), inputs=weighing_one(np.zeros(0, np.int64)))
     made = rows_of(asked([empty, empty], "cross_entropy"), vocabulary=10, max_length=64)
     assert made.batch is None
     assert [each.shape for each in made.spread(torch.zeros(0))] == [(0,), (0,)]
@@ -263,14 +284,15 @@ def test_losses_that_are_not_served_are_refused_by_name(name: str, config: dict[
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [
-        ({"target_tokens": [1, 2]}, "one for each of 3 tokens"),
-        ({"target_tokens": [1, 2, 99]}, "token ids are from 0 to 9"),
-        ({"target_tokens": [1, 2, -1]}, "token ids are from 0 to 9"),
-        ({"target_tokens": [1.0, 2.0, 3.0]}, "whole numbers"),
-        ({"weights": [1.0, 1.0, 1.0]}, "needs 'target_tokens'"),
+        ({"target_tokens": [1, 2], "weights": [1.0, 1.0]}, "one for each of 3 tokens"),
+        ({"target_tokens": [1, 2, 99], **ONES}, "token ids are from 0 to 9"),
+        ({"target_tokens": [1, 2, -1], **ONES}, "token ids are from 0 to 9"),
+        ({"target_tokens": [1.0, 2.0, 3.0], **ONES}, "whole numbers"),
+        (ONES, "needs 'target_tokens'"),
+        ({"target_tokens": [1, 2, 3]}, "needs 'weights'"),
         ({"target_tokens": [1, 2, 3], "weights": [1.0, 1.0]}, r"weights has the shape \[2\]"),
         ({"target_tokens": [1, 2, 3], "weights": [1.0, float("nan"), 1.0]}, "weights has a value that is not finite"),
-        ({"target_tokens": [1, 2, 3], "mask": [1.0, 1.0, 1.0]}, "does not read 'mask'"),
+        ({"target_tokens": [1, 2, 3], "mask": [1.0, 1.0, 1.0], **ONES}, "does not read 'mask'"),
     ],
 )
 def test_examples_that_cannot_be_computed_name_what_is_wrong(inputs: dict[str, list[float]], says: str) -> None:
@@ -278,14 +300,14 @@ def test_examples_that_cannot_be_computed_name_what_is_wrong(inputs: dict[str, l
         name: np.asarray(values, np.int64 if all(type(each) is int for each in values) else np.float32)
         for name, values in inputs.items()
     }
-    good = Datum(tokens=np.array([1, 2]), inputs={"target_tokens": np.array([2, 3])})
+    good = Datum(tokens=np.array([1, 2]), inputs=weighing_one(np.array([2, 3])))
     bad = Datum(tokens=np.array([1, 2, 3]), inputs=arrays)
     with pytest.raises(Refused, match=f"example 1: .*{says}"):
         rows_of(asked([good, bad], "cross_entropy"), vocabulary=10, max_length=64)
 
 
 def test_a_row_beyond_the_context_and_too_many_tokens_are_refused() -> None:
-    long = Datum(tokens=np.arange(1, 9), inputs={"target_tokens": np.arange(2, 10)})
+    long = Datum(tokens=np.arange(1, 9), inputs=weighing_one(np.arange(2, 10)))
     with pytest.raises(Refused, match="context length of 8"):
         rows_of(asked([long], "cross_entropy"), vocabulary=10, max_length=8)
     wide = np.tile(np.arange(3000), (3000, 1))

@@ -69,6 +69,7 @@ def client(version: str, variables: dict[str, str], *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_unmodified_sdk_trains_samples_saves_and_loads(server: Command, version: str) -> None:
     told: dict[str, Any] = json.loads(
@@ -87,10 +88,12 @@ def test_an_unmodified_sdk_trains_samples_saves_and_loads(server: Command, versi
     assert told["runs"] >= 2
 
 
+@pytest.mark.slow
 def test_the_printed_example_works_when_pasted(server: Command) -> None:
     client("0.38.0", server.variables, "-c", server.example())
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path) -> None:
     """Killed while it computes; the client is alive, sends its requests again, and is told what it would have been."""
     import httpx

@@ -83,9 +83,9 @@ def test_another_request_under_a_number_and_one_that_goes_back_are_conflicts(ann
     model = ann.model()
     settled(ann, ann.train(model, 1, TWO))
     sent = {"forward_backward_input": {"data": TWO[:1], "loss_fn": "cross_entropy"}, "model_id": model, "seq_id": 1}
-    assert "must be the same" in ann.send("forward_backward", sent, status=409)["error"]
+    assert "must be the same" in ann.send("forward_backward", sent, status=422)["error"]
     sent = {"adam_params": {}, "model_id": model, "seq_id": 0}
-    assert "was another request" in ann.send("optim_step", sent, status=409)["error"], "that made the model"
+    assert "was another request" in ann.send("optim_step", sent, status=422)["error"], "that made the model"
     assert (
         "ahead" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 9999}, status=400)["error"]
     )
@@ -135,6 +135,68 @@ def test_samples_score_as_a_forward_does_and_snapshots_never_move(ann: Caller) -
     second = ann.snapshot(model, 7, 101)
     moved = settled(ann, ann.sample(second, 0, num_samples=1, prompt_logprobs=True))
     assert moved["prompt_logprobs"] != sent["prompt_logprobs"]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tokens_that_are_named_at_places_of_a_prompt_are_scored_there(ann: Caller, server: Any, sparse: bool) -> None:
+    from skyrl_train.serve import schema
+
+    sampler = ann.snapshot(ann.model(), 1, 100)
+    top = settled(ann, ann.sample(sampler, 0, topk_prompt_logprobs=3))["topk_prompt_logprobs"]
+    first, second = ([cell[0] for cell in row] for row in top[1:])
+    named = {"data": [first[2], -1, second[0], second[1]], "dtype": "int64", "shape": [2, 2]}
+    if sparse:
+        named = {"data": [first[2], second[1]], "dtype": "int64", "shape": [2, 2]}
+        named |= {"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 1]}
+    promise = ann.sample(sampler, 1, target_prompt_logprobs=named)
+    ann.outcome(promise)
+    answer = server.post("/api/v1/retrieve_future", json=promise, headers={**ann.headers, "Accept": PROTOBUF})
+    found = schema().SampleResponse.FromString(answer.content)
+    tensor = found.target_prompt_logprobs
+    assert (list(tensor.shape), tensor.dtype, found.prompt_logprobs) == ([2, 2], schema().DTYPE_FLOAT32, b"")
+    values = np.frombuffer(tensor.sparse_csr.values if sparse else tensor.dense, np.float32)
+    expected = [top[1][2][1], 0.0, top[2][0][1], top[2][1][1]]
+    np.testing.assert_allclose(values, [expected[0], expected[3]] if sparse else expected, atol=1e-6)
+
+
+def test_a_custom_loss_of_several_targets_is_told_their_log_probabilities_by_weights_of_zero(ann: Caller) -> None:
+    """SDKs ask so, and send the gradient as weights afterwards."""
+    model, wide = ann.model(), datum([1, 2, 3])
+    wide["loss_fn_inputs"] = {
+        "target_tokens": {"data": [5, 6, 7, 8, 9, 10], "dtype": "int64", "shape": [3, 2]},
+        "weights": {"data": [0.0] * 6, "dtype": "float32", "shape": [3, 2]},
+    }
+    output = settled(ann, ann.train(model, 1, [wide], forward=True))["loss_fn_outputs"][0]
+    columns = [
+        settled(ann, ann.train(model, seq, [datum([1, 2, 3], targets)], forward=True))["loss_fn_outputs"][0]
+        for seq, targets in ((2, [5, 7, 9]), (3, [6, 8, 10]))
+    ]
+    found = np.array(output["logprobs"]["data"]).reshape(3, 2)
+    np.testing.assert_allclose(found.T, [each["logprobs"]["data"] for each in columns], atol=1e-5)
+    assert set(output["elementwise_loss"]["data"]) == {0.0}
+
+
+def test_a_session_is_warned_that_the_output_head_is_not_trained(ann: Caller) -> None:
+    told = ann.send("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"})
+    assert "train_unembed=True trains attention and MLP layers" in told["warning_message"]
+    path = ann.done("save_weights", {"model_id": ann.model(), "seq_id": 1, "path": "one"})["path"]
+    assert ann.send("weights_info", {"tinker_path": path})["train_unembed"] is False
+
+
+def test_stop_strings_end_a_sample_at_the_token_that_completes_them(ann: Caller) -> None:
+    from transformers import AutoTokenizer
+
+    from skyrl_train.model import resolve_model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(str(resolve_model_path("builtin:tiny_qwen2")))
+    sampler = ann.snapshot(ann.model(), 1, 100)
+    greedy = {"temperature": 0.0, "max_tokens": 16, "stop": []}
+    tokens = settled(ann, ann.sample(sampler, 0, params=greedy))["sequences"][0]["tokens"]
+    text = tokenizer.decode(tokens)[2:6]
+    length = next(count for count in range(1, 17) if text in tokenizer.decode(tokens[:count]))
+    for seq, stop in enumerate((text, [text], ["never in it", text]), start=1):
+        found = settled(ann, ann.sample(sampler, seq, params={**greedy, "stop": stop}))["sequences"][0]
+        assert (found["tokens"], found["stop_reason"]) == (tokens[:length], "stop")
 
 
 def test_sampling_ends_where_it_is_told_to(ann: Caller) -> None:
@@ -318,12 +380,12 @@ def test_a_poll_says_try_again_and_samples_can_be_given_up(ann: Caller, monkeypa
 
 
 def test_what_never_comes_is_not_waited_for_forever(ann: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_train.serve.service._GAP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("skyrl_train.serve.scheduler._GAP_TIMEOUT_S", 0.05)
     model = ann.model()
     assert "seq_id 1 did not come" in ann.outcome(ann.step(model, 3))["error"]
     monkeypatch.undo()
     assert (
-        "goes back" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 1}, status=409)["error"]
+        "goes back" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 1}, status=422)["error"]
     )
 
 
@@ -333,5 +395,5 @@ def test_a_session_that_is_finished_is_told_so(ann: Caller) -> None:
     ann.send(f"sessions/{session}/finish", {"status": "success"})
     ann.send("session_heartbeat", {"session_id": session}, status=410)
     answer: httpx.Response = ann.http.post("/api/v1/create_custom_loss", json={}, headers=ann.headers)
-    assert (answer.status_code, "forward_backward_custom" in answer.text) == (501, True)
+    assert (answer.status_code, "forward_backward_custom" in answer.text) == (404, True)
     assert ann.http.post("/api/v1/billing/usage", json={}, headers=ann.headers).status_code == 404

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.system import detect_platform, local_devices, multiplies_bfloat16, platform
+from skyrl_train.system import (
+    detect_platform,
+    has_bfloat16_instructions,
+    local_devices,
+    multiplies_bfloat16,
+    platform,
+    resident_bytes,
+)
 
 
 def test_a_machine_without_a_device_file_is_a_cpu(tmp_path: Path) -> None:
@@ -23,20 +30,24 @@ def test_a_device_file_makes_it_a_gpu(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "does"),
+    ("line", "does", "has_instructions"),
     [
-        ("flags\t\t: fpu avx2 fma", False),
-        ("flags\t\t: fpu avx2 avx512f avx512bw avx512vl", True),
-        ("Features\t: fp asimd bf16", True),
-        ("Features\t: fp asimd", False),
-        ("model name\t: unknown", True),
+        ("flags\t\t: fpu avx2 fma", False, False),
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512vl", True, False),
+        ("flags\t\t: fpu avx512bw avx512_bf16", True, True),
+        ("Features\t: fp asimd bf16", True, True),
+        ("Features\t: fp asimd", False, False),
+        ("model name\t: unknown", True, True),
     ],
 )
-def test_flags_of_a_processor_tell_whether_it_multiplies_bfloat16(tmp_path: Path, line: str, does: bool) -> None:
+def test_flags_of_a_processor_tell_whether_it_multiplies_bfloat16(
+    tmp_path: Path, line: str, does: bool, has_instructions: bool
+) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
 
     assert multiplies_bfloat16(tmp_path) is does
+    assert has_bfloat16_instructions(tmp_path) is has_instructions
     assert multiplies_bfloat16(tmp_path / "nothing")
 
 
@@ -91,3 +102,15 @@ def test_a_gpu_has_the_name_that_the_driver_gives_the_first(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert platform.gpu_name() == ""
     platform._nvidia_smi.cache_clear()
+
+
+def test_what_a_process_holds_grows_with_what_it_keeps_and_is_0_where_nothing_tells(tmp_path: Path) -> None:
+    before = resident_bytes()
+    kept = bytearray(b"x" * 64 * 2**20)
+    assert before > 2**20
+    assert resident_bytes() > before + 32 * 2**20
+    assert len(kept) == 64 * 2**20
+    assert resident_bytes(tmp_path) == 0
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/statm").write_text("no numbers")
+    assert resident_bytes(tmp_path) == 0

@@ -28,12 +28,12 @@ def hang(alert: Alert) -> None:
     time.sleep(20)
 
 
-def watch(**settings: Any) -> tuple[Alerts, io.StringIO, list[tuple[int, str, str]]]:
+def watch(examine: Any = None, **settings: Any) -> tuple[Alerts, io.StringIO, list[tuple[int, str, str]]]:
     SENT.clear()
     output, told = io.StringIO(), list[tuple[int, str, str]]()
     config = AlertsConfig(on_alert=(f"{__name__}:keep", f"{__name__}:break_down"), **settings)
     tell = lambda step, title, text: told.append((step, title, text))  # noqa: E731
-    return Alerts(config, RunConsole(file=output), tell, run_name="mine"), output, told
+    return Alerts(config, RunConsole(file=output), tell, run_name="mine", examine=examine), output, told
 
 
 def test_a_metric_that_leaves_its_range_is_told_once_and_again_after_it_was_back() -> None:
@@ -82,6 +82,45 @@ def test_tokens_of_older_weights_and_a_policy_that_learns_may_differ() -> None:
         alerts.check(3, {"mismatch/logprob_diff_mean": 1e-6})
         alerts.check(4, {"mismatch/logprob_diff_mean": 1e-4})
     assert SENT == []
+
+
+def test_what_rules_find_is_told_once_each_time_that_the_run_has_twice_as_many_steps() -> None:
+    asked: list[int] = []
+
+    def examine() -> list[tuple[str, str]]:
+        asked.append(len(asked))
+        found = [("stale_weights", "the engine is behind"), ("reward_fails", "half of them fail")]
+        return found[: len(asked)]
+
+    alerts, _, _ = watch(examine)
+    with alerts.watching(0):
+        for step in range(1, 81):
+            alerts.check(step, {})
+            if alerts._examining is not None:
+                alerts._examining.join(20)
+    assert len(asked) == 3
+    assert [(alert.step, alert.kind, alert.text) for alert in SENT] == [
+        (20, "stale_weights", "the engine is behind"),
+        (40, "reward_fails", "half of them fail"),
+    ]
+
+
+def test_a_resumed_run_is_examined_soon_and_a_folder_that_cannot_be_read_ends_nothing() -> None:
+    def examine() -> list[tuple[str, str]]:
+        raise OSError("torn")
+
+    alerts, output, _ = watch(examine)
+    with alerts.watching(100):
+        alerts.check(109, {})
+        assert alerts._examining is None
+        alerts.check(110, {})
+        assert alerts._examining is not None
+        alerts._examining.join(20)
+    assert "the run could not be examined (OSError: torn)" in output.getvalue()
+    silent, _, _ = watch(examine, findings=False)
+    with silent.watching(0):
+        silent.check(500, {})
+    assert silent._examining is None
 
 
 def test_a_run_that_waits_is_told_of_once_a_step_while_it_waits() -> None:

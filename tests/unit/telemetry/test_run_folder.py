@@ -60,6 +60,16 @@ def test_runs_are_set_aside_one_after_the_other_and_foreign_files_stay(tmp_path)
     }
 
 
+def test_what_is_left_of_a_run_that_begins_again_still_tells_which_run_it_is(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.journal.mkdir()
+    folder.checkpoints.mkdir()
+    for path in (folder.config_file, folder.plan_file, folder.metrics_file):
+        path.write_text("{}")
+    folder.discard()
+    assert {path.name for path in tmp_path.iterdir()} == {"journal", "config.yaml", "plan.json"}
+
+
 def test_later_checkpoints_are_set_aside(tmp_path):
     folder = folder_with_a_run(tmp_path)
     assert folder.set_aside_checkpoints_after(10) is None

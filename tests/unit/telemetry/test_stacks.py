@@ -164,6 +164,13 @@ def test_nodes_that_cannot_be_asked_hide_nothing_of_the_others(monkeypatch: pyte
     )
 
 
+@pytest.mark.usefixtures("run")
+def test_a_file_that_is_closed_while_files_are_listed_hides_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: ["999999", *listed(folder)])
+    assert f"trainer, pid {os.getpid()}" in stacks.of_run()
+
+
 def test_a_process_of_no_run_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(stacks.RUN_VARIABLE, raising=False)
     told = stacks.here()

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 from skyrl_train.telemetry.activity import ActivityReport
-from skyrl_train.telemetry.records.timeline import Timeline, draw_timeline, kind_of, read_timeline
-from skyrl_train.telemetry.records.timeline import _seconds_by_kind as seconds_by_kind
+from skyrl_train.telemetry.records.timeline import (
+    Timeline,
+    _seconds_by_kind as seconds_by_kind,
+    draw_timeline,
+    kind_of,
+    read_timeline,
+)
 
 
 class Clock:

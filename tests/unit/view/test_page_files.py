@@ -48,5 +48,5 @@ def test_scripts_parse_alone_and_share_no_name(tmp_path: Path) -> None:
 
 def test_scripts_and_styles_stay_small() -> None:
     lines = [len(path.read_text().splitlines()) for path in (*SCRIPTS, STATIC / "app.css")]
-    assert sum(lines) <= 2700
+    assert sum(lines) <= 2950
     assert max(lines) <= 400

@@ -38,7 +38,7 @@ from skyrl_train.view.rollouts import RolloutIndex
 from tests.support.view_runs import append_records, write_run
 
 Json = dict[str, Any]
-ENDPOINTS = ("runs", "metrics", "overview", "facets", "trajectories", "groups", "failures", "tail")
+ENDPOINTS = ("runs", "metrics", "overview", "facets", "trajectories", "groups", "failures", "findings", "tail")
 
 
 class Asked:
@@ -235,6 +235,16 @@ def test_failures_are_counted_by_kind_with_the_first_of_each(ask: Asked, rows: l
     assert found["failed_steps"] == [{"step": 2, "error": "NonFiniteError: the loss is nan", "num_trajectories": 16}]
     assert [line["level"] for line in found["log"]] == ["WARNING", "ERROR"]
     assert "NonFiniteError" in found["log"][1]["text"]
+
+
+def test_findings_are_those_of_the_doctor_and_name_rows_that_can_be_opened(ask: Asked) -> None:
+    found = ask("findings")["findings"]
+    assert (found[0]["rule"], found[0]["level"], found[0]["since"]) == ("not_finite", "problem", 2)
+    named = [row for finding in found for row in finding["rows"]]
+    assert named
+    for row in named:
+        key = {name: row[name] for name in ("purpose", "step", "uid", "sample")}
+        assert ask("trajectory", **key)["uid"] == row["uid"]
 
 
 def test_the_solve_rate_of_a_prompt_is_told_for_each_step(ask: Asked, rows: list[Json]) -> None:
@@ -466,3 +476,59 @@ def test_shapes_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
     assert [line["step"] for line in found["timeline"]] == [0, 1]
     assert ask("metrics")["series"]["reward/mean"][2] is None
     assert ask("tail", metrics="0")["metrics"][2]["reward/mean"] is None
+
+
+def test_lists_are_narrowed_and_sorted_by_metrics_components_of_rewards_cut_answers_and_age(
+    ask: Asked, rows: list[Json]
+) -> None:
+    whole = ask("trajectories", limit=500)
+    facets = ask("facets")["metrics"]
+    assert [each["name"] for each in facets] == ["rewards/environment", "solved", "turns"]
+    solved = [row for row in whole["rows"] if (row["metrics"] or {}).get("solved") == 1.0]
+    assert 0 < len(solved) < whole["total"]
+    assert ask("trajectories", metric="solved", metric_min=1)["total"] == len(solved)
+    assert ask("trajectories", metric="rewards/environment", metric_max=0)["total"] > 0
+    turns = [row["metrics"]["turns"] for row in ask("trajectories", metric="turns", sort="metric")["rows"][:5]]
+    assert turns == sorted(turns, reverse=True)
+    cut = [row for row in whole["rows"] if row["cut"]]
+    assert len(cut) == ask("trajectories", cut_min=1, limit=500)["total"] > 0
+    aged = ask("trajectories", age_min=1, limit=500)["rows"]
+    assert {(row["purpose"], row["age"]) for row in aged} == {("train", 1)}
+    groups = ask("groups", metric="solved", sort="metric", order="asc", limit=500)["rows"]
+    assert not any((sample["metrics"] or {}).get("solved") for sample in groups[0]["samples"])
+    assert {group["oldest"] for group in ask("groups", sort="age")["rows"][:1]} == {1}
+    assert "sort=metric is not one of" in ask("trajectories", 400, sort="metric")["error"]
+    assert ask("trajectories", metric="it's none", metric_min=0)["total"] == 0
+
+
+def test_of_a_long_run_the_newest_files_come_first_and_those_of_a_chosen_step_before_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", steps=9, eval_every=0, failures=False)
+    size = max(path.stat().st_size for path in run.glob("rollouts/*"))
+    monkeypatch.setattr("skyrl_train.view.rollouts._BYTES_AT_A_TIME", 3 * size)
+    ask = asked(tmp_path / "scratch", run)
+
+    first = ask("trajectories", sort="step", order="asc", limit=1)
+    assert first["rows"][0]["step"] > 5
+    assert "of 9 files are listed" in first["problems"][0]
+    assert ask("trajectories", step_max=1)["rows"][0]["step"] == 1
+    assert ask("group", purpose="train", step=2, uid="train-0")["step"] == 2
+    for _ in range(3):
+        ask("facets")
+    assert ask("facets")["problems"] == []
+    assert ask("trajectories")["total"] == 9 * 16
+
+
+def test_a_table_that_is_full_gives_up_other_steps_for_those_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", steps=4, eval_every=0, failures=False)
+    monkeypatch.setattr("skyrl_train.view.rollouts._MOST_ROWS", 32)
+    monkeypatch.setattr("skyrl_train.view.rollouts._BYTES_AT_A_TIME", 1)
+    ask = asked(tmp_path / "scratch", run)
+    for _ in range(4):
+        newest = ask("facets")
+    assert (newest["step_min"], newest["step_max"], newest["num_trajectories"]) == (3, 4, 32)
+    assert ask("trajectories", step_max=1)["total"] == 16
+    assert ask("facets")["step_min"] == 1

@@ -7,8 +7,7 @@ import sys
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.weight_sync.topology import StageBytes, Topology
 from tests.support.weight_streams import hops

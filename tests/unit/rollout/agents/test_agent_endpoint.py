@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_train.rollout.agents import http_server
-from skyrl_train.rollout.agents import session as sessions
+from skyrl_train.rollout.agents import http_server, session as sessions
 from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Session
 from tests.support.agent_cases import (

@@ -29,14 +29,8 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.runs.cli import RL_MACHINE_RULES
 from skyrl_train.types import FailureKind, Outcome, RolloutBatch, SamplingParams, Trajectory
 from tests.support.agent_cases import letter_by_letter, rolling, scripted
-from tests.support.fakes import (
-    FAKE_ENVIRONMENT,
-    FakeEngine,
-    FakeEnvironment,
-    make_prompts,
-    make_tiny_model,
-    make_tokenizer,
-)
+from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment
+from tests.support.fakes import FakeEngine, make_prompts, make_tiny_model, make_tokenizer
 
 HERE = "test_agent_loop"
 Run = Callable[..., Trajectory]

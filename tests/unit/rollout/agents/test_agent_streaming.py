@@ -12,8 +12,7 @@ import pytest
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference import HFEngine
-from skyrl_train.rollout.agents import http_server
-from skyrl_train.rollout.agents import session as sessions
+from skyrl_train.rollout.agents import http_server, session as sessions
 from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Session
 from skyrl_train.rollout.checked_engine import CheckedEngine, listener, listening

@@ -16,7 +16,7 @@ from skyrl_train.config.models import PlacementConfig
 from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollout.hosts.scoring import check_reward_columns, reward_problems, server_problems
-from skyrl_train.trainers.checkpoints import changes_since, flat_config
+from skyrl_train.trainers.checkpoints import changes_since, flat_config, settings_of
 from skyrl_train.types import Prompt
 
 JUDGE = {"_target_": "judge", "url": "http://127.0.0.1:9", "model": "m"}
@@ -117,7 +117,10 @@ def test_an_actor_needs_ray() -> None:
 
 def test_where_a_judge_is_and_how_it_is_asked_may_change_and_what_it_is_asked_may_not() -> None:
     def changed(one: Any, other: Any) -> list[str]:
-        return [each.setting for each in changes_since(flat_config(one), flat_config(other), Config)]
+        return [
+            each.setting
+            for each in changes_since(flat_config(settings_of(one)), flat_config(settings_of(other)), Config)
+        ]
 
     before = config_of(JUDGE, "exact_match")
     moved = {**JUDGE, "url": "https://elsewhere", "cache": "a", "price": {"prompt": 1.0}, "max_concurrency": 4}

@@ -12,9 +12,10 @@ from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.models import CriticConfig, CriticModelConfig
 from skyrl_train.config.placement import leaves_devices
 from skyrl_train.config.rules import validate_config
-from skyrl_train.plan.memory.device import plan_memory
-from skyrl_train.plan.memory.fitting import WANTED, positions_that_fit, recomputing, wanted_positions
-from skyrl_train.runs.cli import place, settle, with_memory_settings
+from skyrl_train.plan import plan_memory, positions_that_fit
+from skyrl_train.plan.memory import WANTED, wanted_positions
+from skyrl_train.runs.cli.placement import place, settle, with_memory_settings
+from skyrl_train.runs.cli.placement_search import recomputing
 from skyrl_train.telemetry import STATE_FILE
 from tests.support.auto_placement_cases import gpu_config, gpus, sized_model
 
@@ -41,8 +42,14 @@ def decided(config: Config) -> Decided:
     return config.model.recomputes, config.placement.offload, config.generator.vllm.gpu_memory_utilization
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("memory_gb", "recomputes", "offload"), [(24, True, True), (80, False, True), (141, False, False)]
+    ("memory_gb", "recomputes", "offload"),
+    [
+        pytest.param(24, True, True, marks=pytest.mark.nightly),
+        (80, False, True),
+        pytest.param(141, False, False, marks=pytest.mark.nightly),
+    ],
 )
 def test_what_fits_is_decided_by_the_plans_own_arithmetic(
     small: Path, memory_gb: float, recomputes: bool, offload: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,21 +17,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.config import Config
+from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.door import as_now, load_root
 from skyrl_train.config.environment import has_own_reward, reward_entries
 from skyrl_train.doctor import Tables, Trajectory
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.rollout.hosts import row_columns, trajectory_facts
 from skyrl_train.rollout.rewards import call_reward
-from skyrl_train.runs.capsule import learners_here, platform_here
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.construction.parts import ppo_settings
+from skyrl_train.runs.construction.parts import learners_here, platform_here, ppo_settings
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.reading import find_runs, first_line
 from skyrl_train.telemetry.records import read_facts, read_rollouts
-from skyrl_train.trainers import RolloutLog, steps
+from skyrl_train.trainers import PPOSettings, RolloutLog, batch_metrics, steps
 from skyrl_train.trainers.checkpoints import TrainerState, checkpoint_name, verify
 from skyrl_train.types import RolloutBatch, Turn
 
@@ -83,34 +82,55 @@ def audit(folder: Path, only: Sequence[int] = ()) -> Iterator[Audited]:
             "trainer.max_ckpts_to_keep=5 keeps those of the last steps"
         )
     tables = Tables(find_runs([folder])[0])
-    recorded = {(step, each.uid, each.sample): each for step in steps_there for each in tables.of_step(step)}
-    trained = tables.series("batch/trained_tokens").at(np.array(list(steps_there)))
+    recorded = {(step, each.uid, each.sample): each for step in steps_there for each in tables.rollouts.of_step(step)}
+    settings, bound = ppo_settings(config), BFLOAT16_BOUND if config.model.dtype == "bfloat16" else FLOAT32_BOUND
+    said = {
+        name: dict(zip(series.steps.tolist(), series.values.tolist()))
+        for name in ("batch/trained_tokens", "kl/reference")
+        for series in (tables.series(name),)
+    }
     with ExitStack() as stack:
         scratch = RunFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-audit-"))))
         first = TrainerState.read(next(iter(steps_there.values())))
         learners = learners_here(config, platform_here(config.platform), first, scratch, stack)
-        for (step, checkpoint), said in zip(steps_there.items(), trained.tolist()):
+        for step, checkpoint in steps_there.items():
             verify(checkpoint)
             models = {"policy": learners.policy, "critic": learners.critic}
             for name, model in models.items():
                 if model is not None:
                     model.load(checkpoint / name)
             path = run.rollouts / f"train_step_{step:06d}.parquet"
-            yield from _step(config, learners, TrainerState.read(checkpoint), path, recorded, said)
+            of_step = {name: values[step] for name, values in said.items() if step in values}
+            state, rollouts = TrainerState.read(checkpoint), read_rollouts(path)[step]
+            is_whole = read_facts(path).sample_fraction == 1
+            yield from _step(settings, learners, state, rollouts, recorded, of_step, bound, is_whole=is_whole)
+            yield from _rewards(config.environment, step, rollouts)
 
 
 def _step(
-    config: Config,
+    settings: PPOSettings,
     learners: steps.Learners,
     state: TrainerState,
-    path: Path,
+    rollouts: RolloutBatch,
     recorded: Mapping[tuple[int, str, int], Trajectory],
-    said: float,
+    said: Mapping[str, float],
+    bound: float,
+    *,
+    is_whole: bool,
 ) -> Iterator[Audited]:
-    settings, step = ppo_settings(config), state.global_step + 1
-    rollouts = read_rollouts(path)[step]
-    bound = BFLOAT16_BOUND if config.model.dtype == "bfloat16" else FLOAT32_BOUND
+    """Audit all of a step but its rewards. `bound`: nats that its kernels may differ by; `is_whole`: whether
+    `rollouts` are all of the step's; of a sample no advantage follows."""
+    step = state.global_step + 1
     batch = steps.assemble(rollouts, settings.assembly, step=step, weight_version=state.weight_version)
+    scored = steps.score(batch, learners, settings.trainer, rollouts=rollouts)
+    if is_whole:
+        estimated = steps.estimate(
+            scored, settings.trainer.algorithm, kl_coef=state.kl_controller.coef, seed=settings.seed
+        )
+        advantages = RolloutLog.values_by_turn(rollouts, estimated)["advantages"]
+        measured = batch_metrics(estimated, settings.trainer.algorithm)
+        yield _metric(step, "trained tokens", "batch/trained_tokens", measured, said, 0.0)
+        yield _compared(step, "trained tokens", rollouts, advantages, recorded, "advantages", 0.5, None, np.sign)
     logprobs = learners.policy.forward(batch)
     again = batch.with_columns(old_logprobs=logprobs)
     whole = replace(again, metadata=replace(again.metadata, first_scored_row=0))
@@ -119,20 +139,35 @@ def _step(
         step, "engine's log-probabilities", rollouts, by_turn, recorded, "logprobs", bound, state.weight_version
     )
     yield _compared(step, "trainer's log-probabilities", rollouts, by_turn, recorded, "policy_logprobs", bound, None)
-    yield _ages(config, step, rollouts)
-    if read_facts(path).sample_fraction < 1:
-        yield Audited(
-            step=step, what="advantages", compared=0, largest=float("nan"), where="rollouts are a sample", bound=bound
-        )
+    yield _ages(settings.trainer.max_staleness, step, rollouts)
+    if is_whole:
+        if "kl/reference" in measured:
+            most = bound / 10 + 0.02 * abs(measured["kl/reference"])
+            yield _metric(step, "KL to the reference", "kl/reference", measured, said, most)
+        yield _compared(step, "advantages", rollouts, advantages, recorded, "advantages", bound, None)
     else:
-        scored = steps.score(batch, learners, settings.trainer, rollouts=rollouts)
-        estimated = steps.estimate(
-            scored, settings.trainer.algorithm, kl_coef=state.kl_controller.coef, seed=settings.seed
-        )
-        by_turn = RolloutLog.values_by_turn(rollouts, estimated)["advantages"]
-        yield _compared(step, "advantages", rollouts, by_turn, recorded, "advantages", bound, None)
-        yield _trained(step, estimated, said)
-    yield from _rewards(config, step, rollouts)
+        nothing, where = float("nan"), "rollouts are a sample"
+        yield Audited(step=step, what="advantages", compared=0, largest=nothing, where=where, bound=bound)
+    yield from _optimizer(step, learners.policy, state.totals.optimizer_steps)
+
+
+def _metric(
+    step: int, what: str, name: str, measured: Mapping[str, float], said: Mapping[str, float], bound: float
+) -> Audited:
+    """Compare a metric of the step with what the batch gives now."""
+    there, now = said.get(name, math.nan), measured.get(name, math.nan)
+    where = f"{now:.6g} is computed, the record says {there:.6g}" if there == there else "not recorded"
+    return Audited(step=step, what=what, compared=1, largest=abs(there - now), where=where, bound=bound)
+
+
+def _optimizer(step: int, policy: Any, made: int) -> Iterator[Audited]:
+    """Compare how many steps the optimizer's averages say to be of with how many the run has made."""
+    optimizer = getattr(getattr(policy, "engine", None), "optimizer", None)
+    counts = [float(each["step"]) for each in optimizer.state.values() if "step" in each] if optimizer else []
+    if counts:
+        where = f"averages of {min(counts):.0f} steps, and the run has made {made}"
+        off = max(abs(each - made) for each in counts)
+        yield Audited(step=step, what="optimizer's state", compared=len(counts), largest=off, where=where, bound=0.0)
 
 
 def _compared(
@@ -144,8 +179,9 @@ def _compared(
     column: str,
     bound: float,
     version: int | None,
+    shown: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray,
 ) -> Audited:
-    """Compare a column of tokens; with a version only the tokens that say they are of it."""
+    """Compare a column of tokens, or what `shown` makes of it; with a version only the tokens that say they are of it."""
     worst, where, compared = 0.0, "", 0
     for trajectory, turns in zip(rollouts.trajectories, by_turn):
         own = recorded.get((step, trajectory.prompt_uid, trajectory.sample_index))
@@ -155,7 +191,7 @@ def _compared(
             said = getattr(turn, column)
             if said is None or len(said) != len(values):
                 continue
-            differences = np.abs(np.asarray(values, np.float64) - said)
+            differences = np.abs(shown(np.asarray(values, np.float64)) - shown(said))
             if version is not None:
                 differences = np.where(_versions(trajectory.turns[index]) == version, differences, np.nan)
             compared += int(np.isfinite(differences).sum())
@@ -182,29 +218,20 @@ def _versions(turn: Turn) -> NDArray[np.int64]:
     return found
 
 
-def _ages(config: Config, step: int, rollouts: RolloutBatch) -> Audited:
-    """Compare how old tokens say to be with how old they may be."""
+def _ages(max_staleness: int, step: int, rollouts: RolloutBatch) -> Audited:
+    """Compare how old tokens say to be with how old they may be, in steps."""
     ages = [step - 1 - _versions(turn) for each in rollouts.trajectories if not each.failed for turn in each.turns]
     every = np.concatenate(ages) if ages else np.zeros(1, np.int64)
-    off = float(max(every.max() - config.trainer.max_staleness, -every.min(), 0))
+    off = float(max(every.max() - max_staleness, -every.min(), 0))
     where = f"weights of steps {step - 1 - every.max()} to {step - 1 - every.min()}"
     return Audited(step=step, what="weight versions", compared=len(every), largest=off, where=where, bound=0.0)
 
 
-def _trained(step: int, batch: TrainingInputBatch, said: float) -> Audited:
-    """Compare how many tokens have a loss with how many the step says to have trained on."""
-    trained = int(batch["loss_mask"].sum())
-    where = f"{trained} tokens have a loss" + ("" if math.isnan(said) else f", the record says {said:.0f}")
-    return Audited(
-        step=step, what="trained tokens", compared=trained, largest=abs(trained - said), where=where, bound=0.0
-    )
-
-
-def _rewards(config: Config, step: int, rollouts: RolloutBatch) -> Iterator[Audited]:
+def _rewards(environment: EnvironmentConfig, step: int, rollouts: RolloutBatch) -> Iterator[Audited]:
     """Call each reward that is a function on what was sampled."""
     prompts = {prompt.uid: prompt for prompt in rollouts.prompts}
-    entries = [entry for entry in reward_entries(config.environment) if not entry.in_trainer]
-    alone = len(entries) == 1 and not has_own_reward(config.environment)
+    entries = [entry for entry in reward_entries(environment) if not entry.in_trainer]
+    alone = len(entries) == 1 and not has_own_reward(environment)
     for entry in entries:
         worst, where, compared = 0.0, "", 0
         try:

@@ -28,7 +28,7 @@ from skyrl_train.rollout import checked_prompts, rewards
 from skyrl_train.rollout.envs import reward_lines
 from skyrl_train.rollout.hosts import held_rewards
 from skyrl_train.runs.cli.placement import place, rule_violations, settle
-from skyrl_train.system import Devices, detect_platform, local_devices, multiplies_bfloat16
+from skyrl_train.system import LARGE_PAGES, Devices, detect_platform, local_devices, multiplies_bfloat16
 from skyrl_train.types import Prompt
 
 C = TypeVar("C", Config, SFTConfig)
@@ -64,12 +64,14 @@ def resolve(config: C, *, trains: bool = True) -> Resolved[C]:
 
 
 def limit_threads(config: RunConfig) -> None:
-    """Settles the threads of libraries that are imported later. Idle OpenMP threads spin on busy cores and make all of it
-    several times slower."""
+    """Settles the threads of libraries that are imported later, and their pages of memory. Idle OpenMP threads spin on busy
+    cores and make all of it several times slower."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
     if config.platform.num_threads > 1:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in LARGE_PAGES.items():
+        os.environ.setdefault(name, value)
 
 
 def resume_promise(config: AnyConfig) -> str:
