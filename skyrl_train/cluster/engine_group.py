@@ -100,10 +100,11 @@ class EngineGroup:
 
     def wait_ready(self) -> None:
         """Wait until every engine has loaded the model. Raises DeadlineError, ActorError, EngineError."""
-        if self._starting is None:
+        starting = self._starting
+        if starting is None:
             return
         self._locate(self.actors, "start")
-        self._starting.wait()
+        starting.wait()  # of several threads that wait, the first to be done forgets it
         self._starting = None
 
     @property

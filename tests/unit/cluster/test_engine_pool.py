@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.cluster.calls import Answer, RemoteActor
 from skyrl_train.cluster.endpoints import RayEndpoint
-from skyrl_train.cluster.engine_group import GroupEngine
+from skyrl_train.cluster.engine_group import EngineGroup, GroupEngine
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.images import SentImages
 from skyrl_train.config.models import PlacementConfig
@@ -204,3 +204,23 @@ def test_a_request_is_moved_from_an_engine_that_is_far_slower_than_another(
     asyncio.run(ask())
     assert group.lost == []
     assert engine.take_metrics()["engines/requests_moved"] == 1.0
+
+
+def test_of_threads_that_wait_for_engines_the_first_to_be_done_does_not_fail_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Starting:
+        def wait(self) -> list[None]:
+            return [None]
+
+    group = EngineGroup.__new__(EngineGroup)
+    group.actors, group._starting = [], Starting()  # type: ignore[assignment]
+    others = [group.wait_ready]
+
+    def locate(*_: object) -> None:
+        while others:  # another thread comes by, and is done, while this one asks where the actors are
+            others.pop()()
+
+    monkeypatch.setattr(group, "_locate", locate)
+    group.wait_ready()
+    assert group.ready
