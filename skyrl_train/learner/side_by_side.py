@@ -28,8 +28,8 @@ from skyrl_train.learner.passes import LossOfRows
 from skyrl_train.learner.row_losses import RowLossLearner, TokenLosses
 from skyrl_train.model import decoder_layers, empty_causal_lm, load_causal_lm
 from skyrl_train.model.lora import (
-    adapter_tensors,
     add_adapter,
+    attach_adapters,
     layers_to_adapt,
     remove_adapter,
     weights_by_name,
@@ -77,6 +77,7 @@ class AdapterLearners:
     def create(self, name: str, lora: LoraConfig, *, seed: int, optimizer: OptimizerConfig) -> RowLossLearner:
         """Return a learner of a new adapter, random by the seed. `name` is new and has no dot; `lora.targets` are names of
         `targets`. Raises ModelError."""
+        attach_adapters(self.model, [])
         add_adapter(self.model, lora, seed=seed, name=name)
         passes = self._base.passes
         engine = ModelEngine(
@@ -102,6 +103,7 @@ class AdapterLearners:
             losses += [] if each.loss in losses else [each.loss]
         batch = _rows_together(list(asked.values()), losses)
         self._together.oom_retry.use(adapters=names)
+        attach_adapters(self.model, names)
         engines = [self._learners[name].engine for name in names]
         parameters = [parameter for engine in engines for parameter in engine.parameters.values()]
         kept = [parameter.grad for parameter in parameters]
@@ -134,11 +136,12 @@ class AdapterLearners:
     def remove(self, name: str) -> None:
         """Forget a learner and free its memory."""
         del self._learners[name]
+        attach_adapters(self.model, [name])
         remove_adapter(self.model, name)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return copies of an adapter's parameters, under the names that they would have as the only one."""
-        return {key: each.detach().clone() for key, each in adapter_tensors(self.model, name).items()}
+        return {key: each.detach().clone() for key, each in self._learners[name].engine.parameters.items()}
 
 
 class _Together(ModelEngine):

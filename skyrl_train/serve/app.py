@@ -142,9 +142,11 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        replayed = await service.start()
-        if replayed:
-            logger.warning("%d verbs were executed once more, up to where the server had been", replayed)
+        behind = await service.start()
+        if behind:
+            logger.warning(
+                "%d verbs are executed once more, those of each model when it is asked for something", behind
+            )
         sweeping = asyncio.create_task(service.checkpoints.sweep())
         try:
             yield

@@ -105,6 +105,8 @@ class Model:
     anchor: int = -1
     """The last request behind which the state is on disk; -1 for none."""
     num_since_anchor: int = 0
+    behind_anchor: list[str] = field(default_factory=list)
+    """Ids of requests of an earlier process that changed the model behind its anchor, to be executed once more."""
     is_loaded: bool = True
     is_in_memory: bool = False
     last_turn: int = 0

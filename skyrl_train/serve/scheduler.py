@@ -1,9 +1,9 @@
 """When what was accepted is executed: a model's requests by `seq`, whatever order they come in, the models in turn; samples
 beside them, a task each.
 
-Started again, it loads each model's last anchor, executes the verbs behind it that change the model once more, and goes on
-with what was accepted and has no outcome. What a request does depends on the model's state and the request alone, so that it
-comes to the same.
+Started again, it goes on with what was accepted and has no outcome. A model comes back when it is asked for something: its
+last anchor is loaded, and the verbs behind it that change the model are executed once more. What a request does depends on
+the model's state and the request alone, so that it comes to the same.
 """
 
 from __future__ import annotations
@@ -60,16 +60,13 @@ class Scheduler:
         self._samples: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> int:
-        """Bring models back to where they were and go on; returns how many verbs were executed once more. Raises
-        SkyrlTrainError."""
-        num_replayed = 0
+        """Go on with what was accepted; returns how many verbs are executed once more, those of each model when it is next
+        asked for something. Raises SkyrlTrainError."""
         by_model: dict[str, list[tuple[int, str, Promise]]] = {}
         for request_id, promise in self._records.promises.items():
             by_model.setdefault(promise.owner, []).append((promise.seq, request_id, promise))
-        for model in self._records.models.values():
-            if not model.is_loaded:
-                continue
-            await self._upkeep.bring([model])
+        loaded = [model for model in self._records.models.values() if model.is_loaded]
+        for model in loaded:
             model.next_seq = max(1, model.anchor + 1)
             for seq, request_id, promise in sorted(by_model.pop(model.model_id, ()), key=lambda each: each[0]):
                 if not promise.done.is_set():
@@ -78,15 +75,14 @@ class Scheduler:
                     continue
                 model.next_seq = max(model.next_seq, seq + 1)
                 if seq > model.anchor and promise.verb in CHANGES_MODEL and not promise.was_skipped:
-                    await self._verbs.execute(model, self._ledger.request(request_id))
-                    num_replayed += 1
+                    model.behind_anchor.append(request_id)
         for owner, promises in by_model.items():
             for _, request_id, promise in promises if owner in self._records.samplers else ():
                 if not promise.done.is_set():
                     self._begin_sample(self._ledger.request(request_id))
         self._turns = asyncio.create_task(self._take_turns())
         self._wake.set()
-        return num_replayed
+        return sum(len(model.behind_anchor) for model in loaded)
 
     async def close(self) -> None:
         """Stop; what was accepted goes on when the server is started again."""

@@ -76,8 +76,8 @@ class Service:
         )
 
     async def start(self) -> int:
-        """Bring models back to where they were and go on; returns how many verbs were executed once more. Raises
-        SkyrlTrainError."""
+        """Go on with what was accepted; returns how many verbs are executed once more, those of each model when it is next
+        asked for something. Raises SkyrlTrainError."""
         return await self._scheduler.start()
 
     async def close(self) -> None:

@@ -59,7 +59,14 @@ class Upkeep:
             model.last_turn = self._clock
         await self._make_room(len(coming), staying=models)
         for model in coming:
-            await self._verbs.restore(model)
+            try:
+                await self._verbs.restore(model)
+                for request_id in model.behind_anchor:
+                    await self._verbs.execute(model, self._ledger.request(request_id))
+            except BaseException:
+                await self._verbs.put_away(model)  # half of it would be taken for the whole
+                raise
+            model.behind_anchor.clear()
             model.is_in_memory = True
 
     async def after(self, model: Model, request: Request, line: Line) -> None:

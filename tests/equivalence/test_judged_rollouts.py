@@ -131,6 +131,7 @@ def test_rewards_are_those_of_the_judge_and_its_failures_are_no_rewards(judge: S
         assert one.failed or one.reward == points(said) / 10
 
 
+@pytest.mark.slow
 def test_what_a_judge_does_not_score_changes_no_gradient_of_the_others(
     judge: StubJudge, learner: PolicyLearner
 ) -> None:

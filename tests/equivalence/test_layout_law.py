@@ -49,6 +49,7 @@ def step_of(loss: PartSpec = "regular", reduction: str = "token_mean", **setting
     return Step(algorithm=AlgorithmConfig(policy_loss=loss, loss_reduction=reduction, **terms))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @EVERY_REDUCTION
 @DRAWN
 @given(loss=ANY_LOSS, regime=ANY_REGIME, batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=ANY_KL)
@@ -59,6 +60,7 @@ def test_any_layout_gives_the_gradient_of_the_plainest(model, reduction, loss, r
     assert_same_gradient(learner_gradient(model, step, batch_of, layout, regime), expected)
 
 
+@pytest.mark.slow
 @EVERY_LOSS
 def test_every_loss_has_one_gradient_on_policy(model, loss):
     """Scored once for all layouts, and by each layout itself, where every ratio is 1 but for rounding."""

@@ -182,6 +182,7 @@ def test_an_on_policy_update_needs_no_old_log_probabilities(learner: PolicyLearn
     learner._on_policy, learner._algorithm = False, ALGORITHM
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -94,6 +94,7 @@ def test_padded_rows_have_the_scores_and_the_gradient_of_rows_alone(folder: Path
     assert distance(gradient.double(), torch.cat([each.flatten() for each in expected if each is not None])) < 1e-4
 
 
+@pytest.mark.slow
 def test_samples_have_the_model_s_log_probabilities_whatever_the_batch(folder: Path) -> None:
     with quiet_transformers():
         model = load_causal_lm(ModelConfig(path=str(folder)), "cpu").eval()

@@ -111,6 +111,7 @@ Check = Callable[[nn.Module], None]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [check_gradients, check_metadata])
 def test_without_a_fault_the_checks_pass(model: nn.Module, check: Check) -> None:
     check(model)

@@ -71,6 +71,7 @@ SEVERAL_ROWS = [layout for layout in ALL_DIFFERENT if layout.step_wise]
 """A trajectory lies in several rows, and on several ranks."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_trajectory_in_several_rows_has_the_gradient_of_one_row(model: nn.Module, name: str) -> None:
     step = Step(algorithm=CASES[name])

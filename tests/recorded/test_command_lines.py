@@ -17,6 +17,7 @@ from skyrl_train.errors import Violation
 from skyrl_train.runs.cli import RL_MACHINE_RULES
 from tests.recorded.command_lines import STATUS, TABLE, Answer, as_table, changes, read_table, run_all
 
+pytestmark = pytest.mark.slow
 RECORDED = TABLE.read_text(encoding="utf-8")
 
 

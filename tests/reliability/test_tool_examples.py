@@ -48,6 +48,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("examples")
 def test_the_sandbox_runs_programs_within_limits() -> None:
     specs = ["tools:calculator", "tools:python"]

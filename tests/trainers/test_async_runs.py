@@ -37,6 +37,7 @@ def stop_after_two_steps(event: RunEvent) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_each_prompt_is_trained_on_once_and_with_tokens_that_are_young_enough(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     train(config)

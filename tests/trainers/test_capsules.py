@@ -67,6 +67,7 @@ def test_a_run_without_capsules_is_byte_for_byte_what_it_is_with_them(tmp_path: 
     assert "timing/capsule" in kept.folder.metrics_file.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [2, 4])
 def test_a_run_that_was_killed_has_the_same_capsules_when_it_is_resumed(tmp_path: Path, killed_at: int) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"

@@ -125,6 +125,7 @@ def test_no_later_cut_goes_on_from_an_earlier_step(tmp_path: Path, bucket: Bucke
     assert steps == sorted(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [9, pytest.param(1, marks=NIGHTLY)])
 def test_killed_in_any_operation_the_same_folder_goes_on_and_the_url_catches_up(
     tmp_path: Path, bucket: Bucket, alone: Path, stride: int

@@ -24,6 +24,7 @@ def restless_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_identically_and_its_timeline_is_drawn(tmp_path: Path, restless_clock: None) -> None:
     def run_in(folder: Path, step: int = 0) -> None:
         config = make_config(folder, ckpt_interval=1, max_ckpts_to_keep=2)

@@ -19,6 +19,7 @@ def logged(folder: Path) -> set[str]:
     return {name for record in read_metrics(folder / "metrics.jsonl") for name in record}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_run_and_a_stream_log_what_is_declared(max_staleness: int, tmp_path: Path) -> None:
     config = make_config(tmp_path, max_staleness=max_staleness, total_steps=2)

@@ -33,6 +33,7 @@ def parent(tmp_path: Path) -> Path:
     return tmp_path / "parent"
 
 
+@pytest.mark.slow
 def test_a_fork_keeps_weights_optimizer_and_place_and_begins_curves_of_its_own(tmp_path: Path, parent: Path) -> None:
     learner = FakeLearner()
     run = forked(tmp_path / "fork", parent, changes={"update_epochs_per_batch": 2}, learner=learner)
@@ -72,6 +73,7 @@ def test_record_and_first_lines_list_what_changed(tmp_path: Path, parent: Path) 
     assert changed["trainer.total_steps"] == (2, 4)
 
 
+@pytest.mark.slow
 def test_a_stopped_fork_goes_on_with_the_same_command_and_with_latest(tmp_path: Path, parent: Path) -> None:
     root = tmp_path / "fork"
     whole = forked(tmp_path / "whole", parent)
@@ -168,6 +170,7 @@ def test_a_reference_that_moved_stays_where_it_is_though_it_moves_no_more(tmp_pa
     assert resumed.weight == moved.weight
 
 
+@pytest.mark.slow
 def test_a_critic_may_join_and_another_one_replaces_it(tmp_path: Path, parent: Path) -> None:
     def with_critic(root: Path, path: str, **trainer: Any) -> Config:
         base = make_config(root, **trainer)

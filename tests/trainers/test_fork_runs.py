@@ -99,6 +99,7 @@ def test_another_layout_goes_on_in_the_same_folder_up_to_rounding(tmp_path: Path
     assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "alone")) < 1e-6
 
 
+@pytest.mark.slow
 def test_another_rank_of_an_adapter_has_no_place_in_the_checkpoint(tmp_path: Path, parent: Path) -> None:
     config = forked(tmp_path, parent)
     config = replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=4)))

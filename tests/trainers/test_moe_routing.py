@@ -45,6 +45,7 @@ def test_recorded_experts_bring_the_trainer_nearer_to_the_engine() -> None:
         assert 0 < found["recorded"][metric] < found["chosen"][metric]
 
 
+@pytest.mark.slow
 def test_a_dense_model_is_refused_before_a_step(tmp_path: Path) -> None:
     config = Config(output_dir=str(tmp_path))
     config = replace(config, trainer=replace(config.trainer, moe_routing_replay=True, total_steps=1))

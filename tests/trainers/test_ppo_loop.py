@@ -177,6 +177,7 @@ def test_rollouts_are_logged_with_the_advantages_of_their_step(tmp_path):
     assert any(value != 0 for turn in turns for value in turn["advantages"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy_mini_batch_size", [2, 4])
 def test_entropies_are_kept_where_they_are_asked_for_and_change_nothing_else(tmp_path, policy_mini_batch_size):
     """Mini-batches of 4 are whole batches, whose policy is not scored otherwise; of two mini-batches the second is."""

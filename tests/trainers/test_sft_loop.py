@@ -186,6 +186,7 @@ def losing(step: int) -> float:
     return LOSSES.get(step, 1.0)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_the_one_with_the_lowest_held_out_loss(tmp_path: Path) -> None:
     run = sft_run(tmp_path, learner=RecordingLearner(loss_of=losing), num_steps=15, keep_best=True)
     result = run.run()
@@ -196,6 +197,7 @@ def test_the_best_checkpoint_is_the_one_with_the_lowest_held_out_loss(tmp_path: 
     assert exported(run)[1] == 15
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_exported_where_asked(tmp_path: Path) -> None:
     run = sft_run(tmp_path, learner=RecordingLearner(loss_of=losing), num_steps=15, export="best")
     run.run()
@@ -209,6 +211,7 @@ def test_without_export_there_is_none(tmp_path: Path) -> None:
     assert not run.folder.export.exists()
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_when_evaluations_bring_no_lower_loss(tmp_path: Path) -> None:
     run = sft_run(
         tmp_path, learner=RecordingLearner(loss_of=losing), num_steps=20, ckpt_interval=0, early_stopping_patience=2
@@ -221,6 +224,7 @@ def test_a_run_stops_early_when_evaluations_bring_no_lower_loss(tmp_path: Path) 
     verify(run.folder.checkpoints / "step_000012")
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_is_not_continued_by_starting_it_again(tmp_path: Path) -> None:
     settings = {"num_steps": 20, "early_stopping_patience": 2}
     sft_run(tmp_path, learner=RecordingLearner(loss_of=losing), **settings).run()
@@ -303,6 +307,7 @@ def test_an_evaluation_is_told_in_one_line() -> None:
     assert evaluation_line(metrics, step=10) == "evaluation at step 10: loss 0.5000, perplexity 1.649; a 0.4000"
 
 
+@pytest.mark.slow
 def test_settings_of_the_evaluation_do_not_touch_training(tmp_path: Path) -> None:
     plain = sft_run(tmp_path / "plain", eval_interval=0, eval_before_train=False)
     plain.run()
@@ -312,6 +317,7 @@ def test_settings_of_the_evaluation_do_not_touch_training(tmp_path: Path) -> Non
     assert exported(often) == exported(plain)
 
 
+@pytest.mark.slow
 def test_a_run_may_start_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     sft_run(tmp_path / "first", num_steps=4).run()
     run = sft_run(tmp_path / "second", num_steps=4)

@@ -14,6 +14,7 @@ from tests.support.sft_commands import make_config
 from tests.support.sft_runs import killed_at, records_without_timings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_run_lowers_the_loss_and_leaves_everything_behind(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "run"

@@ -229,6 +229,7 @@ EXCEPTIONS: Exceptions = {
 }
 
 
+@pytest.mark.slow
 def test_every_call_that_may_block_has_a_deadline() -> None:
     assert offences(calls_in("skyrl_train"), RULES, EXCEPTIONS) == []
 

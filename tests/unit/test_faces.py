@@ -60,6 +60,7 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
+@pytest.mark.slow
 def test_who_is_outside_of_a_package_imports_from_its_face() -> None:
     found = []
     for file, homes in files():

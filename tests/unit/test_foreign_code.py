@@ -71,10 +71,12 @@ EXCEPTIONS: Exceptions = {
 }
 
 
+@pytest.mark.slow
 def test_nothing_of_what_is_read_is_run() -> None:
     assert offences(calls_in("skyrl_train", "scripts", "examples"), RULES, EXCEPTIONS) == []
 
 
+@pytest.mark.slow
 def test_no_module_imports_what_unpickles() -> None:
     found = set()
     for path in sorted((REPOSITORY / "skyrl_train").rglob("*.py")):

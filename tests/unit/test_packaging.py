@@ -51,6 +51,7 @@ def imported() -> set[str]:
     return found - set(sys.stdlib_module_names) - {"skyrl_train"}
 
 
+@pytest.mark.slow
 def test_each_package_that_is_imported_is_required_or_an_extra(project: dict[str, Any]) -> None:
     lines = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
     required = {Requirement(line).name.lower() for line in lines}

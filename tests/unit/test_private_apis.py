@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "private_apis.md").read_text(encoding="utf-8")
 OTHERS = ("torch", "transformers", "hydra", "omegaconf", "ray", "vllm", "peft", "wandb")
@@ -37,6 +39,7 @@ def used() -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_each_private_module_stands_on_the_page() -> None:
     private = used()
     assert len(private) > 15

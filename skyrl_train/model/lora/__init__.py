@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from skyrl_train.model.lora.several import (
         adapter_slots as adapter_slots,
         adapters_at as adapters_at,
+        attach_adapters as attach_adapters,
         runs_of as runs_of,
     )
 

@@ -27,7 +27,7 @@ from skyrl_train.config.models import LoraConfig, ModelConfig
 from skyrl_train.errors import CheckpointError, ModelError
 from skyrl_train.model.causal_lm import BUILTIN, load_causal_lm, resolve_model_path
 from skyrl_train.model.gguf import PYPI
-from skyrl_train.model.lora.several import let_several_compute
+from skyrl_train.model.lora.several import attach_adapters, layers_with_adapters, let_several_compute
 from skyrl_train.model.vision.models import vision_of
 from skyrl_train.system import derive_seed
 
@@ -114,14 +114,15 @@ def is_adapter(key: str, name: str = "") -> bool:
 def activate_adapter(model: nn.Module, name: str) -> None:
     """Has forwards compute with the adapter of this name alone, and backwards reach its parameters alone; with none, and as
     the base model, for an empty name."""
-    for _, layer in _layers(model):
+    attach_adapters(model, [name] if name else [])
+    for layer in layers_with_adapters(model):
         layer.enable_adapters(bool(name))
         if name:
             layer.set_adapter([name])
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Takes one of several adapters off the model, and its memory with it."""
+    """Takes one of several adapters off the model for good, and its memory with it."""
     configs: Any = getattr(model, "peft_config", {})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter .* was active")

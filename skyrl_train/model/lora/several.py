@@ -8,7 +8,7 @@ base from memory. Gradients reach the adapters that are named and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +22,8 @@ from skyrl_train.model.layers.linear import operand, product
 Runs = tuple[tuple[str, int, int], ...]
 """Name of an adapter, and the positions `[start, stop)` that it computes; ascending."""
 
+_PARTS = ("lora_A", "lora_B", "lora_dropout")
+"""What an adapter has on a layer of PEFT: modules by the adapter's name."""
 _RUNS = "skyrl_adapter_runs"
 """Attribute of a model with adapters that have names."""
 
@@ -34,7 +36,22 @@ class AdapterRuns:
         """Runs of the running forward, by how many positions a layer is given; None where it is of the active adapter."""
         self.slots: dict[str, str] = {}
         """By the name in a run: what PEFT calls the adapter, where that is another name."""
+        self.layers: Sequence[Any] = ()
+        """Of the model, those that adapters are on or were."""
+        self._beside: dict[str, list[tuple[nn.ModuleDict, nn.Module]]] = {}
+        """Adapters that are not on the model: their modules, and where each was."""
         self._stacks: dict[int, _Stack] = {}
+
+    def attach(self, names: Iterable[str]) -> None:
+        """As `attach_adapters`."""
+        wanted = set(names)
+        on = {name for layer in self.layers for name in layer.lora_A}
+        for name in on - wanted:
+            homes = [getattr(layer, part) for layer in self.layers for part in _PARTS]
+            self._beside[name] = [(home, home.pop(name)) for home in homes if name in home]
+        for name in wanted & self._beside.keys():
+            for home, module in self._beside.pop(name):
+                home[name] = module
 
     def stack(self, layer: Any, runs: Runs) -> _Stack:
         """Return the weights of the runs as one tensor each, kept until a layer is asked for others: from token to token
@@ -106,9 +123,24 @@ def let_several_compute(model: nn.Module, layers: Sequence[Any]) -> None:
     if current is None:
         current = AdapterRuns()
         setattr(model, _RUNS, current)
+    current.layers = layers
     for layer in layers:
         if "forward" not in vars(layer):
             layer.forward = _forward_of(layer, current, layer.forward)
+
+
+def attach_adapters(model: nn.Module, names: Iterable[str]) -> None:
+    """Has the model hold the adapters of these names alone; others are kept beside it, so that what walks over its modules
+    takes as long with a thousand of them as with one. Does nothing for a model without adapters that have names."""
+    current: AdapterRuns | None = getattr(model, _RUNS, None)
+    if current is not None:
+        current.attach(names)
+
+
+def layers_with_adapters(model: nn.Module) -> Sequence[Any]:
+    """Return the layers that adapters with names are on, or may be; empty where there are none."""
+    current: AdapterRuns | None = getattr(model, _RUNS, None)
+    return () if current is None else current.layers
 
 
 def _forward_of(layer: Any, current: AdapterRuns, of_active: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -24,7 +24,7 @@ from yaml import YAMLError
 from skyrl_train.config.derived import COMPILE
 from skyrl_train.config.door import MISSING, NotStated, Unresolved, load_root
 from skyrl_train.errors import DataError, Violation
-from skyrl_train.runs.cli.resolvers import derived
+from skyrl_train.runs.cli.resolvers import derived, unchanging
 from skyrl_train.system.files import write_atomically
 
 T = TypeVar("T")
@@ -242,6 +242,11 @@ def write_yaml(content: Mapping[str, Any], path: Path) -> None:
 def plain_values(node: Any) -> Any:
     """The nested plain containers of a composed config; interpolations are resolved one by one, so that one failure does not
     hide the next."""
+    with unchanging():
+        return _plain(node)
+
+
+def _plain(node: Any) -> Any:
     if isinstance(node, DictConfig):
         if node._is_none() or node._is_missing():
             return None if node._is_none() else MISSING
@@ -251,7 +256,7 @@ def plain_values(node: Any) -> Any:
             return None if node._is_none() else MISSING
         return [_item(node, index) for index in range(len(node))]
     if isinstance(node, Mapping):
-        return {key: plain_values(value) for key, value in node.items()}
+        return {key: _plain(value) for key, value in node.items()}
     return node
 
 
@@ -263,7 +268,7 @@ def _item(node: DictConfig | ListConfig, key: Any) -> Any:
         if value == "auto" and node._get_full_key(key) == COMPILE:
             found: Any = node._get_node(key), node._get_root()
             value = derived(_node_=found[0], _root_=found[1])
-        return plain_values(value)
+        return _plain(value)
     except OmegaConfBaseException as error:
         if (found := _not_stated(error)) is not None:
             return Unresolved("nothing", found.remedy, found.rule)

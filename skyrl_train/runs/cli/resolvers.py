@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -157,10 +157,13 @@ def _named_folder(root: DictConfig, prefix: str = "") -> str:
     return f"outputs/{OmegaConf.select(root, 'run_name', default=Config.run_name)}/{prefix}{_run_names[-1]}"
 
 
+R = TypeVar("R")
 _EXPRESSION = "${derived:"
 _IN_NAME = re.compile(r"(?<![A-Za-z0-9])(\d+(?:\.\d+)?)\s*([MB])(?![A-Za-z])", re.IGNORECASE)
 """`135M` in `SmolLM2-135M-Instruct`."""
 _is_deriving: ContextVar[bool] = ContextVar("is_deriving", default=False)
+_found: ContextVar[dict[tuple[int, Callable[[DictConfig], Any]], Any] | None] = ContextVar("found", default=None)
+"""Within `unchanging`, what was worked out of a configuration; settings that are derived follow from the same forty."""
 
 
 def derived(base: Any = None, *, _node_: Node, _root_: DictConfig) -> Any:
@@ -170,14 +173,14 @@ def derived(base: Any = None, *, _node_: Node, _root_: DictConfig) -> Any:
         raise ValueError("stands for a value that is being derived")
     name = str(_node_._get_full_key(None))
     with _deriving():
-        record = _recorded(_root_)
+        record = _once(_root_, _recorded)
         if name in record or (record and name == RATES):
             return _entry(record, name)
         if name == CONTEXT:
             lengths = ("data.max_prompt_length", "generator.sampling.max_generate_length", "generator.max_turns")
             prompt, response, turns = (_selected(_root_, each) for each in lengths)
             return context_length(base, prompt=prompt, response=response, turns=turns)
-        found = _derive(_root_, _stated(_root_), _situation(_root_))
+        found = _once(_root_, _all_derived)
     if name not in found:
         raise ValueError(f"there is no rule from which {name} follows")
     return _entry(found, name)
@@ -203,6 +206,32 @@ def derivation(*, _root_: DictConfig) -> ListConfig:
         if record:
             return ListConfig(list(record.get("derived") or ()))
         return ListConfig(list(reasons(_derive(_root_, stated, situation), stated, situation)))
+
+
+@contextmanager
+def unchanging() -> Iterator[None]:
+    """Within it, a configuration does not change, and what its settings are derived from is read once."""
+    token = _found.set({})
+    try:
+        yield
+    finally:
+        _found.reset(token)
+
+
+def _once(root: DictConfig, work: Callable[[DictConfig], R]) -> R:
+    """The result of `work`, which is one function whatever the configuration."""
+    found = _found.get()
+    if found is None:
+        return work(root)
+    key = id(root), work
+    if key not in found:
+        found[key] = work(root)
+    kept: R = found[key]
+    return kept
+
+
+def _all_derived(root: DictConfig) -> dict[str, Any]:
+    return _derive(root, _stated(root), _situation(root))
 
 
 @contextmanager

@@ -172,6 +172,7 @@ def test_merged_turns_count_as_the_row_that_computes_them() -> None:
     assert split(rows, "packed", tokens=6, merge=True) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.slow
 @given(rows=ROWS, cap=st.integers(2, 30))
 def test_the_predicted_positions_are_those_computed_and_within_the_cap(rows: list[list[int]], cap: int) -> None:
     batch = rows_of(*rows)

@@ -109,6 +109,7 @@ def test_steps_that_documents_close_are_announced_as_a_range(trainer, step_wise,
     assert (plan.fewest_total_optimizer_steps, plan.total_optimizer_steps) == tuple(2 * count for count in steps)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     turns=st.lists(st.integers(1, 4), min_size=12, max_size=12),

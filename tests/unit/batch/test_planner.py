@@ -157,6 +157,7 @@ def test_positions_are_those_of_the_layout_that_computes_the_rows(
     assert found == expected if whole else found >= expected
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     turns=st.lists(st.integers(1, 3), min_size=4, max_size=4),

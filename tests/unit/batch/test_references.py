@@ -67,6 +67,7 @@ def require_equal(found: TrainingInputBatch, expected: TrainingInputBatch) -> No
     assert found.metadata == expected.metadata
 
 
+@pytest.mark.slow
 @given(
     order=st.permutations(range(len(LENGTHS))),
     cuts=st.lists(st.integers(0, 6), max_size=3),

@@ -142,6 +142,7 @@ class TestRefused:
         assert "absent_solver" not in sys.modules
 
 
+@pytest.mark.slow
 def test_another_version_makes_other_prompts_and_scores_none_of_these(fake_package: Path) -> None:
     settings = ReasoningGymConfig(tasks=("sums",), train_size=3, validation_size=0)
     data = DataConfig(train=(TRAIN,), validation=(), reader="reasoning_gym", reasoning_gym=settings)

@@ -73,6 +73,7 @@ def test_requests_of_several_adapters_in_one_wave_each_get_their_own(engine: HFE
         np.testing.assert_allclose(alone.logprobs, together[number].logprobs, atol=1e-5)  # one row, or two
 
 
+@pytest.mark.slow
 def test_the_base_lies_in_memory_once_and_adapters_are_copies(engine: HFEngine, learners: AdapterLearners) -> None:
     own = dict(engine._model.named_parameters())
     base = learners.base_weights()
@@ -84,6 +85,7 @@ def test_the_base_lies_in_memory_once_and_adapters_are_copies(engine: HFEngine, 
     assert answers(engine, request(0, "one")) == before
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_gone_or_unknown_is_refused_and_others_stay(engine: HFEngine) -> None:
     before = answers(engine, request(0, "two"))
     answers(engine, request(1, "one"))
@@ -120,6 +122,7 @@ def test_an_adapter_of_another_shape_is_refused_whole(engine: HFEngine, learners
         engine.share_weights({})
 
 
+@pytest.mark.slow
 def test_scores_are_those_that_tokens_were_sampled_with(engine: HFEngine) -> None:
     output = answers(engine, request(0, "two"))[0]
     scored = asyncio.run(engine.score((*PROMPT, *output.token_ids), adapter="two", top_k=3))
@@ -143,6 +146,7 @@ def test_responses_end_with_the_tokens_that_a_request_names(engine: HFEngine) ->
     assert (on.token_ids, on.stop_reason) == (plain.token_ids, StopReason.LENGTH)
 
 
+@pytest.mark.slow
 def test_one_batch_of_several_adapters_gives_what_each_gives_alone(engine: HFEngine) -> None:
     """Prompts of two lengths, rows that end early; in as many forwards as the longest row has. In
     float64, where only what is computed counts: in float32 a product of more rows rounds otherwise (3e-6 here)."""

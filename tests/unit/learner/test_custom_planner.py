@@ -127,6 +127,7 @@ def apart(mine: PolicyLearner, other: PolicyLearner) -> float:
     return float((flat_gradient(mine) - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_the_planner_is_called_again_with_a_smaller_budget(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, "test_custom_planner:sized")
     calm, budgets = start(config, tmp_path / "calm.json")

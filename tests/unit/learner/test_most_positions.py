@@ -30,6 +30,7 @@ def budgets(learner: PolicyLearner, limits: SizingLimits, meter: CountingMeter |
     return report.budgets.training, report.budgets.forward
 
 
+@pytest.mark.slow
 def test_budgets_grow_no_further_than_the_cap_and_twice_it_in_scoring(learner: PolicyLearner) -> None:
     assert budgets(learner, replace(LIMITS, max_positions=96)) == (96, 192)
     assert budgets(learner, replace(LIMITS, max_positions=1)) == (32, 32)  # the longest row goes alone
@@ -42,6 +43,7 @@ class GappedMeter(CountingMeter):
         return self.peak_bytes() * 5 // 4
 
 
+@pytest.mark.slow
 def test_memory_that_an_allocator_loses_to_gaps_is_left_free(learner: PolicyLearner) -> None:
     limits = replace(LIMITS, limit_bytes=2 * MIB)
     whole = budgets(learner, limits)[0]

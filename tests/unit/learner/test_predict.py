@@ -75,6 +75,7 @@ def test_what_was_traced_once_is_remembered_and_needs_no_model(tmp_path: Path, m
     assert second.line() == "traced by an earlier plan, nothing was run"
 
 
+@pytest.mark.slow
 def test_a_prediction_that_was_cut_off_goes_on_with_the_piece_that_it_was_at(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     told: list[str] = []
@@ -182,6 +183,7 @@ def test_state_in_the_host_is_on_the_device_in_part_while_the_optimizer_steps() 
     assert shards.stepping(COUNTS) == {"parameters": 1000, "gradients": 1000, "optimizer state": 2000}
 
 
+@pytest.mark.slow
 def test_a_step_that_holds_more_than_its_passes_is_the_peak(tmp_path: Path) -> None:
     passes = predicted(save_tiny_model(tmp_path / "model"), strategy=StrategyConfig(cpu_offload="optimizer"))
     parameters = passes.counts.total
@@ -263,6 +265,7 @@ def test_a_row_of_131072_tokens_is_planned_for_eight_ranks_that_share_it() -> No
     assert (refused.field, refused.value) == ("generator.max_context_length", "131072")
 
 
+@pytest.mark.slow
 def test_the_process_of_a_run_on_a_cpu_holds_model_engine_and_the_largest_pass(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     config = on_a_cpu(folder)

@@ -14,7 +14,11 @@ from skyrl_train.errors import NonFiniteError
 from skyrl_train.learner import AdamWStep, AdapterLearners, AdapterPass
 
 pytest.importorskip("peft")
+
+from skyrl_train.model.lora import attach_adapters
+
 NAMES = ("one", "two", "three")
+ADAMW = OptimizerConfig(name="adamw")
 
 
 def learners(layout: str = "auto") -> AdapterLearners:
@@ -24,10 +28,11 @@ def learners(layout: str = "auto") -> AdapterLearners:
         targets = made.targets(attention=True, mlp=number < 2)
         torch.manual_seed(number)
         lora = LoraConfig(rank=2 + 2 * number, targets=targets)
-        made.create(name, lora, seed=number, optimizer=OptimizerConfig(name="adamw"))
+        made.create(name, lora, seed=number, optimizer=ADAMW)
         for key, parameter in made._learners[name].engine.parameters.items():
             if "lora_B" in key:
                 torch.nn.init.normal_(parameter, std=0.05)
+    attach_adapters(made.model, NAMES)
     made.model.double()
     return made
 
@@ -103,3 +108,25 @@ def test_a_pass_that_finds_no_number_leaves_every_gradient_as_it_was() -> None:
     assert all(torch.equal(before[key], gradient) for key, gradient in gradients(made).items())
     found = made.forward_losses({name: asked()[name] for name in ("two", "three")}, backward=True)
     assert torch.isfinite(found["two"].losses).all()
+
+
+def test_a_model_holds_the_adapters_that_compute_and_as_many_modules_however_many_there_are() -> None:
+    made = learners()
+
+    def held() -> tuple[set[str], int]:
+        names = {key.split(".")[-2] for key, _ in made.model.named_parameters() if ".lora_A." in key}
+        return names, sum(1 for _ in made.model.modules())
+
+    made.create("four", LoraConfig(rank=2, targets=made.targets(attention=True, mlp=True)), seed=4, optimizer=ADAMW)
+    names, before = held()
+    assert names == {"four"}
+    for number in range(5, 15):
+        lora = LoraConfig(rank=2, targets=made.targets(attention=True, mlp=True))
+        made.create(f"of{number}", lora, seed=number, optimizer=ADAMW)
+    assert held() == ({"of14"}, before)
+    made.forward_losses(asked(), backward=False)
+    assert held()[0] == set(NAMES)
+    made.remove("four")
+    made.forward_losses(asked(), backward=False)
+    with pytest.raises(KeyError):
+        made.tensors("four")

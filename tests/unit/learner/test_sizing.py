@@ -95,6 +95,7 @@ def test_state_that_is_made_early_is_what_the_first_step_would_make() -> None:
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_every_micro_batch_under_the_budget_fits(folder: Path) -> None:
     learner = learner_of(folder)
     report = size_all([learner], LIMITS, {})["policy"]

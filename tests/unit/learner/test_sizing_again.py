@@ -44,6 +44,7 @@ def start(folder: Path, file: Path, *, longest: int) -> str:
     return size_run(CONFIG.trainer, [learner_of(folder)], file, longest=longest, max_rows=16)[0]
 
 
+@pytest.mark.slow
 def test_a_second_start_does_not_probe_and_another_context_length_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

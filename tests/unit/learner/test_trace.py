@@ -116,6 +116,7 @@ def test_flex_attention_is_traced_too_and_says_nothing(folder: Path, monkeypatch
     assert found.peak_bytes == pytest.approx(usual.peak_bytes, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_trace_leaves_the_learner_as_it_was(folder: Path) -> None:
     learner, untouched = policy(folder), policy(folder)
     engine = learner.engine

@@ -58,6 +58,7 @@ def test_parameters_are_those_of_the_whole_model(tmp_path: Path, family: str) ->
         check_divisible(meta_model(read_architecture(path), name="m"), 2, name="m")
 
 
+@pytest.mark.slow
 def test_a_tower_that_stays_as_it_is_has_no_gradients_and_keeps_nothing(tmp_path: Path) -> None:
     path = saved(tmp_path / "model", "qwen")
     trained, frozen = predicted(path), predicted(path, freeze=("vision",))

@@ -141,6 +141,7 @@ def test_blocks_that_drop_by_position_see_all_of_them() -> None:
     assert counts["self_attn.o_proj"] != whole
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_left_alone() -> None:
     model = build("qwen2", {})
     model.model.layers[-1].compile(dynamic=True)

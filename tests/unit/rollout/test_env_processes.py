@@ -173,6 +173,7 @@ def test_there_are_as_many_workers_as_environments_that_block_and_of_others_as_c
     assert asyncio.run(play()) == min(6, most)
 
 
+@pytest.mark.slow
 def test_workers_import_what_they_need_under_another_interpreter(tmp_path: Path) -> None:
     other = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other)], check=True)

@@ -23,6 +23,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {each: run(folder / f"{number}.jsonl", environment=each) for number, each in enumerate(ENVIRONMENTS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_a_run_that_was_killed_anywhere_goes_on_where_it_was(
     wholes: dict[str, Run], tmp_path: Path, environment: str
@@ -59,6 +60,7 @@ def torn(content: bytes, draw: random.Random) -> tuple[bytes, int]:
     return bytes(left), left.rfind(b"\n", 0, damaged if damaged >= 0 else len(left)) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_a_last_write_that_was_torn_or_reordered_is_removed(
     wholes: dict[str, Run], tmp_path: Path, environment: str

@@ -212,6 +212,7 @@ def test_what_failed_is_run_again_in_an_environment_of_which_nothing_is_known(tm
     runs.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["WithState", "Asynchronous"])
 def test_states_are_carried_from_and_to_worker_processes(tmp_path: Path, loop: LoopThread, env: str) -> None:
     def workers() -> ProcessEnvironments:

@@ -151,6 +151,7 @@ def test_a_server_named_twice_is_one() -> None:
         McpServer(command=["x"], url="y")
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_server_is_a_part_of_the_result() -> None:
     toolbox = Toolbox([mcp(command=SERVER, timeout_s=60.0, only=["picture"], env={"OWN": "1"})])
     (result,) = asyncio.run(toolbox.run([{"name": "picture", "arguments": {}}]))

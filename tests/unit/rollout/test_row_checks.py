@@ -86,6 +86,7 @@ def test_what_a_check_breaks_on_is_a_problem_of_the_row_and_a_crash_ends_the_run
         check_all_rows(prompts_with({"crash": True}), EnvironmentConfig(env_class=CHECKING))
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_take_seconds() -> None:
     rows = [Prompt(uid=str(index), messages=(), extras=truth("4")) for index in range(100_000)]
     start = time.process_time()

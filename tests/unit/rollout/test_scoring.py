@@ -125,6 +125,7 @@ def test_too_few_values_fail_the_group_with_the_reason(roll_out: Any) -> None:
     }
 
 
+@pytest.mark.slow
 def test_functions_run_in_worker_processes_which_a_deadline_ends(roll_out: Any) -> None:
     batch = roll_out(named("endless"), named("has_answer"), named("longest"), step_timeout_s=2.0, isolation="auto")
     assert rewards_of(batch) == [3.0, 2.0, None]

@@ -73,6 +73,7 @@ def test_each_size_is_placed_on_all_gpus_or_refused_with_a_remedy_that_works(
         assert validate_config(placed) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_offload_that_is_stated_is_kept(tmp_path: Path, count: int) -> None:
     config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '32B')}", "strategy.cpu_offload=true")
@@ -89,6 +90,7 @@ def remedies(text: str) -> tuple[list[list[str]], int]:
     return settings, int(re.findall(r"(\d+) GPUs", parts[-1])[0])
 
 
+@pytest.mark.slow
 def test_a_large_model_has_engines_over_several_gpus_none_of_which_leaves_its_node(tmp_path: Path) -> None:
     config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '70B')}", "placement.ray_address=auto")
     placed = place(config, gpus(8, 8, 8))
@@ -103,6 +105,7 @@ def test_what_only_generates_needs_no_room_to_train(tmp_path: Path) -> None:
         place(config, gpus(2), training=False)
 
 
+@pytest.mark.slow
 def test_an_engine_is_split_as_its_heads_allow(tmp_path: Path) -> None:
     config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '7B')}", "strategy.cpu_offload=true")
     assert engines(place(config, gpus(6, memory_gb=30.0))) == (3, 2), "28 heads do not divide by 3 or 6"
@@ -114,6 +117,7 @@ def test_what_the_user_states_of_engines_is_kept() -> None:
     assert engines(place(config, gpus(8))) == (4, 2)
 
 
+@pytest.mark.slow
 def test_nodes_with_unequal_numbers_of_gpus_are_used_as_far_as_they_are_equal() -> None:
     placed = place(gpu_config("placement.ray_address=auto"), gpus(8, 8, 2)).placement
     assert (placed.policy_num_nodes, placed.policy_num_gpus_per_node, placed.policy_num_workers) == (2, 8, 16)

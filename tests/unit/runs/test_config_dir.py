@@ -64,6 +64,7 @@ def test_their_arguments_are_checked_beside_all_else(
     assert "seed: must be an integer" in told
 
 
+@pytest.mark.slow
 def test_a_plan_takes_them_too(own: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config-dir", own("times"), "+experiment=mine", "platform=cpu", "plan.rates=none"]
     assert plan.main(arguments) == 0

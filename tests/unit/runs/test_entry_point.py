@@ -49,6 +49,7 @@ def started(tmp_path: Path):  # type: ignore[no-untyped-def]
     return start
 
 
+@pytest.mark.slow
 def test_a_run_writes_into_its_own_folder_and_keeps_the_terminal_quiet(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started("+experiment=gsm8k_multiturn")
 
@@ -156,6 +157,7 @@ def test_no_secret_of_the_command_line_reaches_the_disk_or_the_terminal(swept: b
     assert "http://<redacted>@127.0.0.1:9/<redacted>\n" in (next(tmp_path.rglob(".hydra")) / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_problems_end_with_status_two_without_traceback_or_folder(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started("trainer.train_batch_sise=4", "trainer.train_batch_size=abc", "generator.sampling.temperature=-1")
 
@@ -165,6 +167,7 @@ def test_problems_end_with_status_two_without_traceback_or_folder(started, tmp_p
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_help_shows_examples_groups_and_common_settings(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started("--help")
 
@@ -205,6 +208,7 @@ def test_a_console_script_is_a_function_that_is_there(script: str) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
+@pytest.mark.slow
 def test_a_command_without_arguments_says_which_experiments_there_are(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     done = started()
     assert done.returncode == 2
@@ -215,6 +219,7 @@ def test_a_command_without_arguments_says_which_experiments_there_are(started, t
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_the_version_is_that_of_the_package(started) -> None:  # type: ignore[no-untyped-def]
     done = started("--version")
     assert done.returncode == 0

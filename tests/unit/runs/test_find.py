@@ -30,6 +30,7 @@ def test_words_find_what_is_meant(text: str, first: str) -> None:
     assert first in [hit.typed for hit in find(text, Config)][:3]
 
 
+@pytest.mark.slow
 def test_names_of_other_trainers_are_found_first() -> None:
     for row in peer_rows()[::20]:
         for names in row.names.values():
@@ -57,6 +58,7 @@ def test_nothing_is_said_so(arguments: list[str], status: int, capsys: pytest.Ca
     assert capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_answers_without_torch_or_a_run(tmp_path: Path) -> None:
     program = "import sys; sys.argv[1:] = ['--find', 'new tokens']\nfrom skyrl_train.main import main\n" + (
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules\n"

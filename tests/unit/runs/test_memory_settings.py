@@ -80,6 +80,7 @@ def test_what_fits_is_decided_by_the_plans_own_arithmetic(
         assert not leaves_devices(found.placement, found.generator, found.platform)
 
 
+@pytest.mark.slow
 def test_stated_values_stay(small: Path) -> None:
     config = placed(small, 141, "model.gradient_checkpointing=true", "placement.offload=true")
     assert with_memory_settings(config, 141) is config
@@ -87,6 +88,7 @@ def test_stated_values_stay(small: Path) -> None:
     assert decided(with_memory_settings(config, 141))[:2] == (True, False)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_known_of_the_memory_activations_are_recomputed_and_models_move(small: Path) -> None:
     found = with_memory_settings(placed(small, 141), 0.0)
     assert decided(found) == (True, True, 0.8)

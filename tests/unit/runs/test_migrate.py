@@ -447,6 +447,7 @@ def test_verl_is_no_supervised_configuration(tmp_path: Path, capsys: pytest.Capt
     assert "reinforcement learning alone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_console_command_prints_what_a_shell_takes(tmp_path: Path) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text(VERL["grpo.yaml"].replace("DATA", DATA).replace("MODEL", MODEL))

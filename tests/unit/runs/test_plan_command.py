@@ -60,6 +60,7 @@ def test_a_plan_for_data_that_is_elsewhere_says_what_it_assumed(capsys: pytest.C
     assert "plan.num_train_prompts=N states how many" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_plan_of_agents_has_a_row_for_each_turn(capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*EXPERIMENT, "generator=agent", "generator.agent_loop.run=json:dumps")) == 0
     assert "1 to 20 turns" in capsys.readouterr().out
@@ -87,6 +88,7 @@ def test_tools_that_the_chat_template_ignores_are_refused(tmp_path: Path, capsys
     assert "1 problem" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_special_token_without_an_embedding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     model_with_tools(folder)
@@ -160,6 +162,7 @@ def test_memory_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str
     assert max(len(line) for line in printed.split("Memory of a device")[1].split("Notes")[0].splitlines()) <= 120
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_for_its_device_is_a_violation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*MEMORY, "--format", "json")) == 2
     report = json.loads(capsys.readouterr().out)

@@ -321,6 +321,7 @@ def test_a_missing_data_file_names_the_nearest(tmp_path: Path, capsys: pytest.Ca
     assert "train.jsonl." in line
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_asks_how_it_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
     (tmp_path / "my_code.py").write_text("def score(completion):\n    return 1.0\n")
@@ -407,6 +408,7 @@ def test_a_plan_for_another_machine_checks_names_and_types_only(capsys: pytest.C
     assert "must be an integer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_groups_and_experiments_of_the_users_own_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "own" / "experiment"
     own.mkdir(parents=True)

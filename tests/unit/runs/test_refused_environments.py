@@ -53,6 +53,7 @@ DEAD = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "further", "line"), [MISSING, UNKNOWN, NO_TEXT, DEAD])
 def test_what_cannot_be_used_is_refused_in_one_line(
     name: str, further: list[str], line: str, capsys: pytest.CaptureFixture[str]

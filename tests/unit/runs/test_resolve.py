@@ -57,6 +57,7 @@ except SkyrlTrainError as error:
 """
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_used_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{")

@@ -72,6 +72,7 @@ def test_supervised_data_of_ones_own_is_trained_on_alone_which_is_said(own: str)
     assert (data.validation, NO_HELD_OUT in data.notes) == ({}, True)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_refused_is_told_before_torch_is_imported(own: str, tmp_path: Path) -> None:
     (tmp_path / "my_code.py").write_text(
         "def score(completion, answr): return 1.0\ndef always(completion): return 1.0\n"

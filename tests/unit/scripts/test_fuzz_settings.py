@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scripts.studies.fuzz_settings import answer, answers_of, cases, difference
 
 HERE = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_a_loader_says_of_drawn_settings_what_it_said_before() -> None:
     drawn = cases(200, 50, seed=1)
     said = answers_of(HERE, drawn)

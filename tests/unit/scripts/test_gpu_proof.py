@@ -35,6 +35,7 @@ def test_a_piece_or_a_device_that_there_is_not_is_refused_before_anything_runs(t
     assert "DEVICE=tpu: choose cuda or cpu" in ran.stderr
 
 
+@pytest.mark.slow
 def test_what_a_piece_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     """In a session of its own, as workers are, which no signal of `timeout` reaches."""
     python, left = tmp_path / "python", tmp_path / "left"

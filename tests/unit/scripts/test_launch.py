@@ -94,6 +94,7 @@ def test_a_platform_preset_is_a_valid_configuration_by_itself(name: str) -> None
     assert (config.platform.name, validate_config(config)) == (name, [])
 
 
+@pytest.mark.slow
 def test_the_commands_of_slurm_kuberay_and_skypilot_are_valid_configurations() -> None:
     job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text(encoding="utf-8"))
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text(encoding="utf-8"))

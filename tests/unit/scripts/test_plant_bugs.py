@@ -60,6 +60,7 @@ def test_those_tests_run_by_default(plant: ModuleType) -> None:
     assert recorded - set(done.stdout.splitlines()) == set()
 
 
+@pytest.mark.slow
 def test_a_bug_that_a_test_notices_is_caught_and_taken_out_again(plant: ModuleType, small_project: Path) -> None:
     bug = plant.Bug(
         name="triple", story="x", file="arithmetic.py", old="2 * x", new="3 * x", tests=("tests/test_arithmetic.py",)
@@ -71,6 +72,7 @@ def test_a_bug_that_a_test_notices_is_caught_and_taken_out_again(plant: ModuleTy
     assert "2 * x" in (small_project / "arithmetic.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_bug_that_no_test_notices_is_not_caught(plant: ModuleType, small_project: Path) -> None:
     bug = plant.Bug(
         name="third", story="x", file="arithmetic.py", old="x / 2", new="x / 3", tests=("tests/test_arithmetic.py",)
@@ -81,6 +83,7 @@ def test_a_bug_that_no_test_notices_is_not_caught(plant: ModuleType, small_proje
     assert (outcome.test, outcome.note) == ("", "every test passed")
 
 
+@pytest.mark.slow
 def test_code_that_does_not_import_is_no_caught_bug(plant: ModuleType, small_project: Path) -> None:
     bug = plant.Bug(
         name="broken",

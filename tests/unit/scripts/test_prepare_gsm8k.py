@@ -127,6 +127,7 @@ def test_a_folder_without_the_files_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "train.jsonl and test.jsonl missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_row_of_the_real_data_is_lost(tmp_path: Path) -> None:
     folder = Path(os.environ.get("SKYRL_TRAIN_GSM8K_DIR", ROOT.parent / "shared" / "data" / "gsm8k"))
     if not (folder / "train.jsonl").is_file():

@@ -37,6 +37,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", SIZES)
 def test_operations_and_bytes_grow_no_faster_than_the_work(axis: str) -> None:
     sizes = SIZES[axis]

@@ -114,6 +114,7 @@ def test_a_rehearsal_on_a_gpu_has_the_sizes_of_a_cpu_and_decides_nothing(tmp_pat
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_without_time_no_piece_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--measure", "--device", "cpu", "--budget", "0", "--output", str(tmp_path / "out")]) == 0
     assert "measured  0 of 30 pieces" in capsys.readouterr().out

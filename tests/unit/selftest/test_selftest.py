@@ -63,6 +63,7 @@ def test_a_case_that_hangs_is_ended_at_its_deadline() -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.slow
 def test_cases_share_a_process_until_one_of_them_does_not_pass() -> None:
     shared = SharedProcess()
     try:
@@ -127,6 +128,7 @@ def test_ranks_are_one_for_each_device_and_two_without_any() -> None:
     assert [case.num_processes(machine) for machine in (CPU, gpus(1), gpus(4), gpus(16))] == [2, 1, 4, 8]
 
 
+@pytest.mark.slow
 def test_on_one_gpu_cases_of_a_rank_for_each_device_share_a_process() -> None:
     case = Case(name="x", body=f"{BODIES}:process_id", processes="each_device", shares_process=True)
     shared = SharedProcess()
@@ -200,6 +202,7 @@ def test_the_command_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: 
     assert content["supported_versions"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_status_2_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cuda"]) == 2

@@ -18,6 +18,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_train.serve.upkeep._KEPT_S", 0.0)
 
 
+@pytest.mark.slow
 def test_a_server_goes_on_from_a_journal_that_was_written_anew(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     with serving(tmp_path, anchor_every=2) as http:

@@ -57,6 +57,7 @@ def test_whatever_was_on_disk_the_client_is_told_the_same(tmp_path: Path, monkey
             assert played(Caller(http), session) == expected, copy.name
 
 
+@pytest.mark.slow
 def test_a_torn_last_line_is_as_if_it_had_not_been_written(tmp_path: Path) -> None:
     with serving(tmp_path) as http:
         session = Caller(http).session()

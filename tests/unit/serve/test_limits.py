@@ -25,6 +25,7 @@ def made(caller: Caller, session: str, number: int, status: int) -> Any:
     return caller.send("create_model", content, status=status)
 
 
+@pytest.mark.slow
 def test_adapters_and_bytes_of_a_tenant_are_limited_and_another_tenant_is_not(tmp_path: Path) -> None:
     with serving(tmp_path, limits=limited(max_adapters=2, max_bytes=1)) as http:
         ann, bob = Caller(http), Caller(http, "tml-bob-key")
@@ -46,6 +47,7 @@ def test_adapters_and_bytes_of_a_tenant_are_limited_and_another_tenant_is_not(tm
         made(Caller(http), session, 3, 400)
 
 
+@pytest.mark.slow
 def test_requests_on_their_way_are_limited_and_a_retry_is_none(tmp_path: Path) -> None:
     with serving(tmp_path, limits=limited(max_requests=3)) as http:
         ann, bob = Caller(http), Caller(http, "tml-bob-key")

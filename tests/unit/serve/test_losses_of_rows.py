@@ -18,7 +18,7 @@ from skyrl_train.learner import AdamWStep, AdapterLearners, PolicyLearner
 pytest.importorskip("peft")
 
 from skyrl_train.model import load_causal_lm
-from skyrl_train.model.lora import adapter_tensors, add_adapter
+from skyrl_train.model.lora import adapter_tensors, add_adapter, attach_adapters
 from skyrl_train.serve.examples import loss_of, rows_of
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import Datum, ForwardBackward
@@ -43,6 +43,7 @@ def learners() -> AdapterLearners:
     for name, rank in (("one", 4), ("two", 3)):
         lora = LoraConfig(rank=rank, targets=made.targets(attention=True, mlp=name == "one"))
         made.create(name, lora, seed=rank, optimizer=OptimizerConfig(name="adamw"))
+    attach_adapters(made.model, ["one", "two"])
     make_double(made.model)
     torch.manual_seed(0)
     for key, parameter in made.model.named_parameters():
@@ -306,6 +307,7 @@ def test_examples_that_cannot_be_computed_name_what_is_wrong(inputs: dict[str, l
         rows_of(asked([good, bad], "cross_entropy"), vocabulary=10, max_length=64)
 
 
+@pytest.mark.slow
 def test_a_row_beyond_the_context_and_too_many_tokens_are_refused() -> None:
     long = Datum(tokens=np.arange(1, 9), inputs=weighing_one(np.arange(2, 10)))
     with pytest.raises(Refused, match="context length of 8"):

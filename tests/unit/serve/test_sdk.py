@@ -131,6 +131,7 @@ def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path) -> None:
     assert (folder / "keys").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [

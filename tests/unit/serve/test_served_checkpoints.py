@@ -158,6 +158,7 @@ def test_a_copy_into_a_project_is_one_for_each_key_of_idempotence(ann: Caller, b
     assert ann.send("copy_weights", sent)["tinker_path"] not in (first, other)
 
 
+@pytest.mark.slow
 def test_copies_and_joined_clients_are_there_after_a_restart_and_move_no_folder(tmp_path: Path) -> None:
     with serving(tmp_path) as http:
         ann = Caller(http)

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
+from skyrl_train.learner import AdapterLearners
 from tests.support.serve_cases import BASE, HAS_SCHEMA, NEEDS_SCHEMA, Caller, as_message, datum, serving
 
 pytestmark = pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)
@@ -217,6 +218,7 @@ def test_sampling_ends_where_it_is_told_to(ann: Caller) -> None:
     assert ann.send("asample", {"sampling_session_id": base}, status=400)["category"] == "user"
 
 
+@pytest.mark.slow
 def test_loading_without_the_optimizer_forgets_it_and_with_it_goes_on(ann: Caller) -> None:
     model = ann.model()
     for seq in (1, 3):
@@ -308,6 +310,7 @@ def test_nothing_of_a_tenant_is_there_for_another(ann: Caller, bob: Caller, serv
     assert server.get("/api/v1/healthz").json() == {"status": "ok"}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_adapter_and_ranks_stand_side_by_side(ann: Caller) -> None:
     models = [ann.model(rank=rank, seed=seed) for rank, seed in ((4, 1), (4, 1), (4, 2), (8, 1))]
     for model in models:
@@ -322,6 +325,7 @@ def test_the_same_seed_gives_the_same_adapter_and_ranks_stand_side_by_side(ann: 
     assert ann.logprobs(models[0], 4) == found[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_again_goes_on_where_it_was(tmp_path: Path) -> None:
     """One with anchors every three requests, stopped twice; one without, not stopped."""
 
@@ -360,6 +364,31 @@ def test_a_server_that_starts_again_goes_on_where_it_was(tmp_path: Path) -> None
         settled(ann, ann.step(model, 13))
         assert ann.logprobs(model, 14) == expected
         assert ann.get("training_runs")["cursor"]["total_count"] == 1
+
+
+def test_a_server_that_starts_again_brings_back_the_models_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as http:
+        ann = Caller(http)
+        models = [ann.model() for _ in range(3)]
+        for model in models:
+            settled(ann, ann.train(model, 1, TWO))
+            settled(ann, ann.step(model, 2))
+        expected = ann.logprobs(models[1], 3)
+    made: list[str] = []
+    create = AdapterLearners.create
+
+    def counted(self: AdapterLearners, name: str, *others: Any, **named: Any) -> Any:
+        made.append(name)
+        return create(self, name, *others, **named)
+
+    monkeypatch.setattr(AdapterLearners, "create", counted)
+    with serving(tmp_path) as http:
+        ann = Caller(http)
+        assert made == []
+        assert ann.logprobs(models[1], 4) == expected
+        assert made == ["m1"]
 
 
 def test_a_poll_says_try_again_and_samples_can_be_given_up(ann: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ def _keys(source: str) -> Iterator[str]:
                 yield text
 
 
+@pytest.mark.slow
 def test_whatever_a_module_writes_down_as_the_name_of_a_metric_is_declared() -> None:
     """Also of code that no run in the tests reaches."""
     folders = ("algorithms", "cluster", "data", "inference", "learner", "memory", "rollout", "telemetry", "trainers")

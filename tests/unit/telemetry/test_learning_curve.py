@@ -15,6 +15,7 @@ def test_without_records_nothing_is_drawn(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_png_is_drawn_from_few_points_from_many_and_with_gaps(tmp_path):
     few = [
         {"step": 0, "eval/accuracy": 0.25},

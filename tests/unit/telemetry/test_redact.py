@@ -67,6 +67,7 @@ def test_what_an_error_of_python_quotes_is_no_secret_of_its_class(monkeypatch):
     assert redact_text("KeyError=hunter22") == "KeyError=<redacted>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["a", "--a", "token=${"])
 def test_a_long_word_takes_time_in_proportion(word):
     long = word * (1_000_000 // len(word))

@@ -73,6 +73,7 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 finite_float32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(logprobs=st.lists(finite_float32, min_size=1, max_size=5), reward=finite, text=st.text())
 def test_every_finite_float_and_every_text_survives(logprobs: list[float], reward: float, text: str) -> None:

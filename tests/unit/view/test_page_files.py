@@ -37,6 +37,7 @@ def test_a_vendored_library_comes_with_its_licence() -> None:
     assert "(v1.6.32)" in (STATIC / "vendor" / "uPlot.iife.min.js").read_text()[:100]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_scripts_parse_alone_and_share_no_name(tmp_path: Path) -> None:
     for path in SCRIPTS:

@@ -354,6 +354,7 @@ def run_programs(num_turns: int, seed: int) -> int:
     return len(trajectory.turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_trained_tokens_are_the_sampled_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_REJOIN_WITHIN_S", 0.0)
