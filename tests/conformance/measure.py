@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike
 
 K = 8.0
 EPS = 1e7
-FLOOR = 2.0**-20  # the rounding of a float32 log-probability of up to 16, in which results travel
+LARGE = 16.0  # the spacing of float32, in which results travel, grows with a number: beyond it a difference counts in proportion
+FLOOR = 2.0**-20  # the rounding of a float32 log-probability of up to that
 CAPS = {
     "float32": {"forward": 1e-5, "training": 1e-5, "sampling": 1e-5},
     "bfloat16": {"forward": 5e-2, "training": 5e-2, "sampling": 5e-2},
@@ -56,7 +57,7 @@ class Noise:
         """Raise AssertionError unless the two are equal within the tolerance, `scale` times."""
         one, other = np.asarray(left, float), np.asarray(right, float)
         assert one.shape == other.shape, f"shapes {one.shape} and {other.shape} differ"
-        apart = float(np.abs(one - other).max(initial=0.0))
+        apart = distance(one, other)
         allowed = self.tolerance(kind) * scale
         assert apart <= allowed, f"they differ by {apart:.3g}; {allowed:.3g} is allowed ({kind}, x{scale:g})"
 
@@ -87,19 +88,18 @@ def measure(session: Session, dtype: str, lr: float) -> Noise:
             run.forward_backward(data)
             run.step(learning_rate=lr)
     training = spread([probe(first)], [probe(second)])
-    trained = first.forward([sequence(PROBES[0])]).logprobs[0]
     # What was trained is seen by forward alone: a server that adds in one order, whatever the order of arrival, trains
     # without noise, and still each weight that differs in its last bit shows as much as forward's own rounding.
     training = max(training, forward)
-    return Noise(forward, training, sampling_noise(first, trained), dtype, visible_rate(session))
+    return Noise(forward, training, sampling_noise(first), dtype, visible_rate(session))
 
 
-def sampling_noise(run: Run, trained: np.ndarray) -> float:
+def sampling_noise(run: Run) -> float:
     """How far a sampler is from forward on the same tokens; infinite where it does not tell."""
     sampler, worst = run.snapshot(), 0.0
-    for _ in range(3):
+    for tokens, trained in zip(PROBES, run.forward([sequence(each) for each in PROBES]).logprobs):
         try:
-            answer = sampler.sample(PROBES[0], {"max_tokens": 1, "temperature": 0.0}, prompt_logprobs=True)
+            answer = sampler.sample(tokens, {"max_tokens": 1, "temperature": 0.0}, prompt_logprobs=True)
         except (StatusError, RequestFailed):
             return math.inf
         scored = np.array(answer.get("prompt_logprobs", [])[1:], float)
@@ -121,5 +121,10 @@ def visible_rate(session: Session) -> float:
     raise AssertionError("no step in proportion to the gradient moves the model: does it train?")
 
 
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference of two arrays of one shape, of numbers beyond LARGE in proportion."""
+    return float((np.abs(one - other) / np.maximum(1.0, np.abs(other) / LARGE)).max(initial=0.0))
+
+
 def spread(left: list[np.ndarray], right: list[np.ndarray]) -> float:
-    return max(float(np.abs(one - other).max(initial=0.0)) for one, other in zip(left, right))
+    return max(distance(one, other) for one, other in zip(left, right))
