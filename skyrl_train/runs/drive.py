@@ -43,7 +43,7 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody, only_looks: bool = Fal
     resolved = resolve(config)
     console = _opened(resolved)
     rows = read_all_rows(resolved.config)
-    with _uncollected():
+    with uncollected():
         from skyrl_train.runs.rl import ReinforcementLearning  # and with it torch
 
     return drive(resolved, console, partial(ReinforcementLearning, rows=rows, only_looks=only_looks), on_end=on_end)
@@ -53,7 +53,7 @@ def train_sft(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | 
     """Trains on answers that are given; all else as in `train`."""
     resolved = resolve(config)
     console = _opened(resolved)
-    with _uncollected():
+    with uncollected():
         from skyrl_train.runs.sft import SupervisedLearning
 
     return drive(resolved, console, SupervisedLearning, on_end=on_end)
@@ -69,14 +69,14 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     resolved = resolve(config, trains=False)
     console = _opened(resolved, title=f"evaluation of {of}")
     rows = read_all_rows(resolved.config)
-    with _uncollected():
+    with uncollected():
         from skyrl_train.runs.rl import evaluate_once
 
     evaluate_once(resolved.config, rows, console, on_end)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Within the block Python looks for no garbage. Modules and models are imported and made there, whose hundreds of
     thousands of objects all stay: to look through them again and again took a fifth of that time."""
     was_enabled = gc.isenabled()
@@ -113,7 +113,7 @@ def drive(
     config, folder = resolved.config, RunFolder(Path(resolved.config.output_dir))
     prepare_process(config)
     checkpoints = open_checkpoints(folder.checkpoints, config.trainer)
-    with _uncollected():
+    with uncollected():
         task = load(config, console)
 
     def attempt(config: C, restarts: Restarts) -> R | None:
@@ -145,7 +145,7 @@ def drive(
                 stack=stack,
                 num_restarts=restarts.count,
             )
-            with _uncollected():
+            with uncollected():
                 go = task.build(attempted)
             return None if go is None else go()
 

@@ -10,7 +10,7 @@ from skyrl_train.config import RunConfig
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.runs.drive import open_folder
+from skyrl_train.runs.drive import open_folder, uncollected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> No
 def serve(settings: ServerSettings, run: RunConfig, learner: LearnerSettings, generator: GeneratorConfig) -> None:
     """Answers clients of Tinker's API until the process is told to end. Raises SkyrlTrainError for whatever the user can
     fix."""
-    from skyrl_train.runs.task import prepare_process
+    with uncollected():
+        from skyrl_train.runs.task import prepare_process
 
     prepare_process(run)
     with open_folder(run).locked():
@@ -54,16 +55,17 @@ def serve(settings: ServerSettings, run: RunConfig, learner: LearnerSettings, ge
 
 def _listen(settings: ServerSettings, learner: LearnerSettings, generator: GeneratorConfig) -> None:
     """Answer until the process is told to end. Raises SkyrlTrainError: no schema of messages, no weights."""
-    import uvicorn
+    with uncollected():
+        import uvicorn
 
-    from skyrl_train.serve import Limits, Models, Service, make_app, schema
+        from skyrl_train.serve import Limits, Models, Service, make_app, schema
 
-    schema()  # raises where there is none, before models are loaded
+        schema()  # raises where there is none, before models are loaded
+        models = Models(learner, generator)
     name = settings.name or model_name(learner.model.path)
     limits = Limits(
         max_adapters=settings.max_adapters, max_bytes=settings.max_bytes, max_requests=settings.max_requests
     )
-    models = Models(learner, generator)
     service = Service(
         models,
         settings.folder,

@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike
 
 K = 8.0
 EPS = 1e7
-LARGE = 16.0  # the spacing of float32, in which results travel, grows with a number: beyond it a difference counts in proportion
-FLOOR = 2.0**-20  # the rounding of a float32 log-probability of up to that
+LARGE = 16.0  # results travel in float32, whose spacing grows: beyond this a difference counts in proportion
+FLOOR = 2.0**-20  # the rounding of a log-probability of up to that
 CAPS = {
     "float32": {"forward": 1e-5, "training": 1e-5, "sampling": 1e-5},
     "bfloat16": {"forward": 5e-2, "training": 5e-2, "sampling": 5e-2},
@@ -88,10 +88,10 @@ def measure(session: Session, dtype: str, lr: float) -> Noise:
             run.forward_backward(data)
             run.step(learning_rate=lr)
     training = spread([probe(first)], [probe(second)])
-    # What was trained is seen by forward alone: a server that adds in one order, whatever the order of arrival, trains
-    # without noise, and still each weight that differs in its last bit shows as much as forward's own rounding.
-    training = max(training, forward)
-    return Noise(forward, training, sampling_noise(first), dtype, visible_rate(session))
+    # Both are seen beside forward, whose rounding they have at least: a server that adds in one order, whatever the order of
+    # arrival, trains without noise, and still each weight that differs in its last bit shows as much as forward's own.
+    training, sampling = max(training, forward), max(sampling_noise(first), forward)
+    return Noise(forward, training, sampling, dtype, visible_rate(session))
 
 
 def sampling_noise(run: Run) -> float:

@@ -19,6 +19,8 @@ from typing import Any
 from tests.world.machine import Killed, Namespace, World
 
 ROOT = "/simulated"
+_PID = 4711
+"""Of every process of the world, whose locks have it: the real one has more digits on one day than on another."""
 _FIRST_DESCRIPTOR = 1 << 20
 
 
@@ -485,5 +487,8 @@ def names_of(disk: Disk) -> tuple[Namespace, Callable[..., Any]]:
         "setxattr": refuse,
         "readlink": refuse,
     }
-    found = Namespace(os, **{name: led(getattr(os, name), function) for name, function in own.items()})
+
+    found = Namespace(
+        os, **{name: led(getattr(os, name), function) for name, function in own.items()}, getpid=lambda: _PID
+    )
     return found, led(open, disk.open)

@@ -300,6 +300,16 @@ OURS = (
             ),
         ),
     ),
+    Bug(
+        name="a checkpoint whose name is lost with the power",
+        patches=(
+            (
+                "skyrl_train.trainers.checkpoints.store:CheckpointStore.clean",
+                "sync_folder(self._root)",
+                "pass",
+            ),
+        ),
+    ),
 )
 """Those that the product had until a world broke a law."""
 

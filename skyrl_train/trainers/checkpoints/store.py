@@ -31,7 +31,7 @@ from uuid import uuid4
 
 from skyrl_train.errors import CheckpointError, SaveError
 from skyrl_train.system import map_in_time, require
-from skyrl_train.system.files import DISK_TIMEOUT_S, FileSums, parse_strict_json, shown, write_atomically
+from skyrl_train.system.files import DISK_TIMEOUT_S, FileSums, parse_strict_json, shown, sync_folder, write_atomically
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.trainers.checkpoints.folder import (
     LATEST,
@@ -108,10 +108,12 @@ class CheckpointStore:
         return self.begin(step)(write)
 
     def clean(self) -> None:
-        """Removes what a write that was cut short left behind, as `clean_leftovers` does."""
+        """Removes what a write that was cut short left behind, as `clean_leftovers` does, and brings the name to the disk
+        that a checkpoint was given just before: what a run that goes on from it writes must not outlast it."""
         if self._root.is_dir():
             with suppress(OSError):  # a disk that lets nothing be changed can still be read
                 clean_leftovers(self._root)
+                sync_folder(self._root)
 
     def tidy(self, newest: Path | None = None) -> None:
         """Removes what a run that was killed had no time for: checkpoints older than the `keep` that end with `newest`, by
