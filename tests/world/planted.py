@@ -310,6 +310,16 @@ OURS = (
             ),
         ),
     ),
+    Bug(
+        name="a full disk that ends a run by a traceback",
+        patches=(
+            (
+                "skyrl_train.trainers.checkpoints.store:CheckpointStore._writer",
+                "with _on_this_disk(path):",
+                "if True:",
+            ),
+        ),
+    ),
 )
 """Those that the product had until a world broke a law."""
 

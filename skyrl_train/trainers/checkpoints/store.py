@@ -22,7 +22,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -220,7 +220,8 @@ class CheckpointStore:
             self.fetched = final
             return final
 
-        return first_whole(store.url, candidates(), fetch, problems, has_other=has_other)
+        with _on_this_disk(root):
+            return first_whole(store.url, candidates(), fetch, problems, has_other=has_other)
 
     def _upload(self, folder: Path) -> None:
         assert self._remote is not None, "there is a URL"
@@ -233,11 +234,20 @@ class CheckpointStore:
         return ObjectStore(url, keep=self._keep, timeout_s=self._timeout_s)
 
     def _writer(self) -> str:
-        """The identity of this folder, which one that takes its place elsewhere does not have."""
+        """The identity of this folder, which one that takes its place elsewhere does not have. Raises SaveError."""
         path = self._root / _WRITER
-        if not path.is_file():
-            write_atomically(path, f"{uuid4().hex}\n".encode())
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        with _on_this_disk(path):
+            if not path.is_file():
+                write_atomically(path, f"{uuid4().hex}\n".encode())
+            return path.read_text(encoding="ascii", errors="replace").strip()
+
+
+@contextmanager
+def _on_this_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{path}: could not be written: {error}. Make room or choose another output folder") from error
 
 
 def require_usable(folder: Path) -> None:
