@@ -202,6 +202,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def listening(bound: socket.socket) -> int:
+    """Have a bound TCP socket take connections, whose requests wait until somebody accepts them, and return its port.
+
+    What is written to a connection is sent at once. asyncio sees to that for sockets whose protocol is stated, which those
+    of `uvicorn.Config.bind_socket` are not: an answer's body would wait until the client has acknowledged the head, 40 ms.
+    """
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections have it from here
+    bound.listen()
+    return int(bound.getsockname()[1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeetingPoint:
     """Where processes of a run find each other."""

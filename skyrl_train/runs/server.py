@@ -9,6 +9,7 @@ from pathlib import Path
 from skyrl_train.config import RunConfig
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, PlacementConfig
+from skyrl_train.endpoints import listening
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.runs.drive import open_folder, uncollected
 
@@ -84,8 +85,7 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
         timeout_graceful_shutdown=3,
     )
     socket = listener.bind_socket()
-    socket.listen()
-    settings.announce(socket.getsockname()[1], name)
+    settings.announce(listening(socket), name)
     uvicorn.Server(listener).run(sockets=[socket])
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.system.files import keep_private, make_folder, sync_folder
+from skyrl_train.system.files import bring_to_disk, keep_private, make_folder, sync_folder
 from skyrl_train.telemetry.logs.redaction import redact_text
 
 STATE_FILE = "trainer_state.json"
@@ -166,6 +166,10 @@ class RunFolder:
                     ) from error
                 except OSError:
                     pass  # a file system without locks; the check is a courtesy
+            with suppress(
+                OSError
+            ):  # what follows from names that a killed process gave just before must not outlast them
+                bring_to_disk(folder, self.root)
             with suppress(OSError):  # who holds the lock is a courtesy, too
                 os.truncate(file.fileno(), 0)
                 os.write(file.fileno(), f"{os.getpid()}\n".encode())

@@ -23,6 +23,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from skyrl_train.endpoints import listening
 from skyrl_train.errors import ModelError
 from skyrl_train.view.answers import Answers, to_json
 from skyrl_train.view.export import write_report
@@ -148,8 +149,7 @@ def serve(app: Starlette, *, port: int, announce: Callable[[int], None]) -> None
         timeout_graceful_shutdown=3,
     )
     listener = config.bind_socket()
-    listener.listen()  # whoever is told the port may ask at once, and waits until the server has started
-    announce(listener.getsockname()[1])
+    announce(listening(listener))  # whoever is told the port may ask at once, and waits until the server has started
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -174,9 +174,10 @@ class Disk:
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: None = None) -> None:
         del mode, dir_fd
         folder, name = self._parent(path)
-        if name in folder.names:
+        if name not in folder.names:
+            self._do("mkdir", str(path))
+        if name in folder.names:  # perhaps since just now, by another thread
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
-        self._do("mkdir", str(path))
         self._change(folder, {name: Folder(self._number())})
 
     def remove(self, path: Any, *, dir_fd: None = None) -> None:
@@ -185,6 +186,7 @@ class Disk:
         if isinstance(self.find(path), Folder):
             raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
         self._do("remove", str(path))
+        self.find(path)
         self._change(folder, {name: None})
 
     def rmdir(self, path: Any, *, dir_fd: None = None) -> None:
@@ -193,9 +195,10 @@ class Disk:
         found = self.find(path)
         if not isinstance(found, Folder):
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
+        if not found.names:
+            self._do("rmdir", str(path))
         if found.names:
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-        self._do("rmdir", str(path))
         self._change(folder, {name: None})
 
     def rename(self, path: Any, target: Any) -> None:
@@ -205,6 +208,7 @@ class Disk:
         if isinstance(there, Folder) and there.names:
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(target))
         self._do("rename", f"{path} to {os.path.basename(os.fspath(target))}")
+        inode = self.find(path)
         if old is new:
             self._change(old, {name: None, target_name: inode})
         else:

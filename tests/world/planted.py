@@ -320,6 +320,16 @@ OURS = (
             ),
         ),
     ),
+    Bug(
+        name="a run whose end is lost with the power",
+        patches=(
+            (
+                "skyrl_train.telemetry.run_folder:RunFolder.locked",
+                "bring_to_disk(folder, self.root)",
+                "pass",
+            ),
+        ),
+    ),
 )
 """Those that the product had until a world broke a law."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from skyrl_train.cluster.calls import Answer
 from skyrl_train.cluster.endpoints import Served
-from skyrl_train.endpoints import LocalEndpoint, method_name
+from skyrl_train.endpoints import LocalEndpoint, listening, method_name
 from skyrl_train.errors import EngineError
 
 SNIPPET = """
@@ -116,3 +117,12 @@ def test_objects_of_this_process_are_called_by_the_same_words() -> None:
     assert (pending.wait(), pending.passed_on(1)) == ([2, 2], 2)
     assert [engine.buckets for engine in engines.members] == [["a", "b"], ["a", "c"]]
     assert engines.ask(Engine.generate, "sync", "x") == ["xx", "xx"]
+
+
+def test_connections_of_a_listening_socket_send_at_once_what_is_written() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with socket.create_connection(("127.0.0.1", listening(bound)), timeout=10):
+            accepted, _ = bound.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
