@@ -43,7 +43,8 @@ MOST = 1e-4
 def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that they lie in, from which their commands are typed."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+        archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -56,7 +56,8 @@ def pack(folder: Path, setting: str, archive: Path) -> None:
 def unpack(archive: Path, folder: Path) -> None:
     """Write the runs of an archive into a folder, as `make` does."""
     with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+        packed.extractall(folder)
 
 
 def _findings(run: Path) -> list[tuple[str, str]]:

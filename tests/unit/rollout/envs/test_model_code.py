@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ SQL_ROW = {"db_id": "pets", "data": "spider", "max_turns": 9, "reward_spec": {"g
 
 def let_all_read(folder: Path) -> None:
     """A sandbox that root starts has another user, where that user can read the interpreter."""
-    for each in (folder, *folder.parents[:2]):
+    for each in (folder, *folder.parents):
+        if each == Path(tempfile.gettempdir()):
+            break
         each.chmod(0o755)
 
 
