@@ -27,7 +27,7 @@ from skyrl_train.config.fields import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation, counted
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.registry import code_digests
-from skyrl_train.system.files import read_json, shown, whole_number, write_json
+from skyrl_train.system.files import read_json, shown, whole_number, write_atomically, write_json
 from skyrl_train.telemetry import RunFolder, cut_metrics_after, environment_of_run
 from skyrl_train.trainers.capsules.record import cut_capsules_after
 from skyrl_train.trainers.checkpoints.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
@@ -308,8 +308,11 @@ def _prepare(
     elif start.checkpoint is not None and (start.is_fetched or not start.own or not folder.metrics_file.exists()):
         # Without metrics it may have come from a URL, for a run that was killed before it had its record.
         source = start.checkpoint / HISTORY if start.is_fetched or start.own else start.checkpoint.parent.parent
-        for name, content in RunFolder(source).record(is_same_run=start.own).items():
-            (folder.root / name).write_bytes(content)
+        record = RunFolder(source).record(is_same_run=start.own)
+        for name in sorted(
+            record, key=lambda name: name == folder.metrics_file.name
+        ):  # last: they say that it is there
+            write_atomically(folder.root / name, record[name])
     folder.complete_file.unlink(missing_ok=True)
     cut_metrics_after(folder.metrics_file, start.global_step)
     cut_evaluations_after(folder.evaluation_file, start.global_step)

@@ -101,6 +101,7 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/serve/service.py", "self.ledger.accept"): "takes a request, and is no socket's",
     ("skyrl_train/serve/models.py", "taken.exception"): "called when the task is done",
     ("skyrl_train/runs/cli/resolvers.py", "_is_deriving.get"): "a variable of the context",
+    ("skyrl_train/runs/cli/resolvers.py", "_found.get"): "a variable of the context",
     ("skyrl_train/weight_sync/stream.py", "self._backend.recv"): "begins it; what waits has the group's deadline",
     ("skyrl_train/weight_sync/stream.py", "wait"): "begun with the deadline of the group",
     ("skyrl_train/cluster/endpoints.py", "other.wait"): _PENDING,

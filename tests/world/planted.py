@@ -330,6 +330,26 @@ OURS = (
             ),
         ),
     ),
+    Bug(
+        name="a fetched checkpoint that is not on the disk",
+        patches=(
+            (
+                "skyrl_train.trainers.checkpoints.store:ObjectStore.download",
+                "bring_to_disk(stream.fileno(), path)",
+                "pass",
+            ),
+        ),
+    ),
+    Bug(
+        name="a fetched record that is not on the disk",
+        patches=(
+            (
+                "skyrl_train.trainers.resume:_prepare",
+                "write_atomically(folder.root / name, record[name])",
+                "(folder.root / name).write_bytes(record[name])",
+            ),
+        ),
+    ),
 )
 """Those that the product had until a world broke a law."""
 

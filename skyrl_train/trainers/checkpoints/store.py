@@ -31,7 +31,15 @@ from uuid import uuid4
 
 from skyrl_train.errors import CheckpointError, SaveError
 from skyrl_train.system import map_in_time, require
-from skyrl_train.system.files import DISK_TIMEOUT_S, FileSums, parse_strict_json, shown, sync_folder, write_atomically
+from skyrl_train.system.files import (
+    DISK_TIMEOUT_S,
+    FileSums,
+    bring_to_disk,
+    parse_strict_json,
+    shown,
+    sync_folder,
+    write_atomically,
+)
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.trainers.checkpoints.folder import (
     LATEST,
@@ -347,14 +355,17 @@ class ObjectStore:
         self._prune(new)
 
     def download(self, name: str, target: Path) -> None:
-        """Brings a checkpoint to the empty folder `target`.
+        """Brings a checkpoint to the empty folder `target`, and to the disk.
 
         Raises CheckpointError where it is not whole, SaveError where the store refuses or does not answer.
         """
 
         def get(file: str) -> None:
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            self._fs.get_file(self._path(f"{name}/{file}"), str(target / file))
+            path = target / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fs.get_file(self._path(f"{name}/{file}"), str(path))
+            with path.open("rb") as stream:
+                bring_to_disk(stream.fileno(), path)
 
         where = f"{self.url}/{name}"
         try:
@@ -362,7 +373,10 @@ class ObjectStore:
             if _object_name(name.partition("-")[0], content) != name:
                 raise CheckpointError(f"{where}: {MANIFEST} does not have the SHA-256 sum in the name: it was damaged")
             write_atomically(target / MANIFEST, content)
-            self._calls(f"download of {name}", get, list(read_manifest(target)), self._timeout_s)
+            files = list(read_manifest(target))
+            self._calls(f"download of {name}", get, files, self._timeout_s)
+            for folder in {target, *((target / file).parent for file in files)}:
+                sync_folder(folder)
         except FileNotFoundError as error:
             raise CheckpointError(f"{where}: a file is missing: {error}") from error
 
