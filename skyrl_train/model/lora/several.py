@@ -131,7 +131,7 @@ def let_several_compute(model: nn.Module, layers: Sequence[Any]) -> None:
 
 def attach_adapters(model: nn.Module, names: Iterable[str]) -> None:
     """Has the model hold the adapters of these names alone; others are kept beside it, so that what walks over its modules
-    takes as long with a thousand of them as with one. Does nothing for a model without adapters that have names."""
+    does not take longer the more there are. Does nothing for a model without adapters that have names."""
     current: AdapterRuns | None = getattr(model, _RUNS, None)
     if current is not None:
         current.attach(names)
