@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ ADAPTER = "default"
 _BASE = ".base_layer."
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 """What the names of a layer's parameters share."""
+_DRAWING = threading.Lock()
+"""PEFT draws from torch's global generator, and filters of warnings are the process's: one adapter is made at a time, whoever
+makes it. A server makes those that it trains and those that it samples from on two threads."""
 _KEYS = "skyrl_dropout_keys"
 """Attribute of a model with an adapter that drops."""
 _GOLDEN = -7046029254386353131
@@ -75,7 +79,7 @@ def add_adapter(
         exclude_modules=left_out or None,
     )
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        with _DRAWING, torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # there are several on purpose
             torch.manual_seed(derive_seed(seed, "lora"))
             peft.inject_adapter_in_model(config, model, adapter_name=name)
@@ -124,7 +128,7 @@ def activate_adapter(model: nn.Module, name: str) -> None:
 def remove_adapter(model: nn.Module, name: str) -> None:
     """Takes one of several adapters off the model for good, and its memory with it."""
     configs: Any = getattr(model, "peft_config", {})
-    with warnings.catch_warnings():
+    with _DRAWING, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter .* was active")
         for _, layer in _layers(model):
             if name in layer.lora_A:

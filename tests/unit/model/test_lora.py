@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_a_new_adapter_is_a_function_of_the_seed_and_leaves_torchs_randomness_al
     name = next(name for name in first if ".lora_A." in name)
     assert torch.equal(first[name], again[name])
     assert not torch.equal(first[name], other[name])
+
+
+def test_adapters_that_two_threads_make_at_once_are_those_of_their_seeds(folder: Path) -> None:
+    seeds = range(8)
+    alone = [adapter_tensors(adapted(folder, seed=seed, trained=False)) for seed in seeds]
+    models = [plain(folder) for _ in seeds]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda seed: add_adapter(models[seed], LORA, seed=seed), seeds))
+    for model, expected in zip(models, alone):
+        assert all(torch.equal(value, expected[name]) for name, value in adapter_tensors(model).items())
 
 
 def test_the_adapter_can_be_switched_off(folder: Path) -> None:
