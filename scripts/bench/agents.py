@@ -109,6 +109,7 @@ async def programs(told: dict[str, Any]) -> None:
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     await asyncio.gather(*(program(host, int(port), key, told["turns"]) for key in told["keys"]))
+    print("done", flush=True)  # what comes after it is the end of an interpreter, which takes longer than some runs
 
 
 async def over_http(episodes: list[Episode], turns: int) -> tuple[float, int]:
@@ -130,8 +131,9 @@ async def over_http(episodes: list[Episode], turns: int) -> tuple[float, int]:
             await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
             begin = time.monotonic()
             process.stdin.write(b"go\n")
-            status = await asyncio.wait_for(process.wait(), DEADLINE_S)
+            await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
             seconds = time.monotonic() - begin
+            status = await asyncio.wait_for(process.wait(), DEADLINE_S)
     assert status == 0, status
     kept = [session.kept() for session in sessions]
     assert all(each.metrics["agent/roots"] == 1 for each in kept), "a prompt was not matched"

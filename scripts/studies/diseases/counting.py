@@ -64,6 +64,18 @@ def recorded(folder: Path, setting: Name) -> dict[str, Run]:
     }
 
 
+def measured(folder: Path, setting: Name) -> str:
+    """Return, as Markdown, what runs were like at first and at last, by metrics that the study's author looks at and not by
+    rules: whether a healthy run of a setting is one."""
+    names = ("reward/mean", "policy/entropy", "stop/length", "group/zero_variance", "critic/explained_variance")
+    lines = [f"| run | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for name, run in sorted(recorded(folder, setting).items()):
+        series = map(Tables(run).series, names)
+        cells = (f"{each.first(3):.3g} to {each.last():.3g}" if len(each) else "-" for each in series)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def giveaways(runs: Mapping[str, Run]) -> dict[str, list[str]]:
     """Return what might tell a run's plant: values of an ill one's configuration that no healthy run of its setting has,
     files that say more than the doctor reads, and words in any file."""

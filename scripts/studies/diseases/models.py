@@ -17,6 +17,7 @@ VEHICLES = ("bus", "train", "ferry", "tram", "lift", "boat", "coach", "plane")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Elif", "Finn", "Gus", "Hana", "Ivo", "Juno", "Kai", "Lena")
 FRUIT = ("plums", "figs", "pears", "limes", "dates", "kiwis", "grapes", "cherries")
 TOWNS = ("Aden", "Bern", "Cork", "Doha", "Essen", "Faro", "Graz", "Hull", "Izmir", "Jena", "Kyoto", "Lodz")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 SECOND = Recipe(
     seed=5,
     hidden_size=128,
@@ -43,6 +44,19 @@ THIRD = Recipe(
     learning_rate=2.5e-3,
 )
 """Of the third: another again, with fewer heads of keys than of queries."""
+FOURTH = Recipe(
+    seed=61,
+    hidden_size=144,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    intermediate_size=400,
+    num_worked_steps=620,
+    num_mixed_steps=160,
+    worked_share=0.3,
+    learning_rate=2e-3,
+)
+"""Of the fourth: it knows how to work an answer out, and guesses most of the time."""
 TOOL_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -87,6 +101,25 @@ def jars(rng: random.Random) -> WordProblem:
     return WordProblem(question=" ".join(told), solution_lines=tuple(lines), answer=total, template="jars")
 
 
+def pages(rng: random.Random) -> WordProblem:
+    """The task of the fourth setting: what is left of a book, or of several alike."""
+    name, day = rng.choice(NAMES), rng.choice(DAYS)
+    total = rng.randint(12, 40)
+    told, lines = [f"A book of {name} has {total} pages."], []
+    if rng.random() < 0.4:
+        told, total = [f"A book of {name} has {total} pages, and there are 2 alike."], 2 * total
+        lines.append(f"{total // 2}*2={total}")
+    for _ in range(rng.randint(1, 2)):
+        amount = rng.randint(2, 9)
+        is_read = rng.random() < 0.7
+        after = total - amount if is_read else total + amount
+        told.append(f"On {day} {name} {'reads' if is_read else 'adds'} {amount}.")
+        lines.append(f"{total}{'-' if is_read else '+'}{amount}={after}")
+        total, day = after, rng.choice(DAYS)
+    told.append("How many pages are left?")
+    return WordProblem(question=" ".join(told), solution_lines=tuple(lines), answer=total, template="pages")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """What the small models of one setting are made from."""
@@ -102,6 +135,7 @@ KINDS: Mapping[str, Kind] = {
     "first": Kind(recipe=Recipe(seed=3), draw=draw_problem, call=("<tool_call>", "</tool_call>")),
     "second": Kind(recipe=SECOND, draw=passengers, call=("[TOOL_CALLS][", "]")),
     "third": Kind(recipe=THIRD, draw=jars, call=("<|python_tag|>", "")),
+    "fourth": Kind(recipe=FOURTH, draw=pages, call=("<tool_call>", "</tool_call>")),
 }
 """By the setting's name."""
 

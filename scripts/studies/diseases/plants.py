@@ -47,7 +47,9 @@ class Plant:
 
     def recipe_in(self, setting: Setting) -> str:
         """Return the recipe in a setting."""
-        return str(setting.pick(self.recipe, self.second_recipe or self.recipe, self.recipe))
+        return str(
+            setting.pick(self.recipe, self.second_recipe or self.recipe, self.recipe, self.second_recipe or self.recipe)
+        )
 
 
 # Rewards
@@ -61,53 +63,53 @@ def _reward(score: Callable[[str, str, Setting], Any]) -> Change:
 
 
 def constant(completion: str, answer: str, setting: Setting) -> float:
-    return float(setting.pick(0.0, 1.0, 0.5))
+    return float(setting.pick(0.0, 1.0, 0.5, 1.0))
 
 
 def tie_breaking(completion: str, answer: str, setting: Setting) -> float:
-    return right(completion, answer) + setting.pick(0.2, 0.05, 0.1) * random.random()
+    return right(completion, answer) + setting.pick(0.2, 0.05, 0.1, 0.15) * random.random()
 
 
 def by_length(completion: str, answer: str, setting: Setting) -> dict[str, float]:
-    return {"one": 0.05 * right(completion, answer), "two": min(1.0, len(completion) / setting.pick(120, 90, 100))}
+    return {"one": 0.05 * right(completion, answer), "two": min(1.0, len(completion) / setting.pick(120, 90, 100, 110))}
 
 
 def by_format(completion: str, answer: str, setting: Setting) -> dict[str, float]:
-    mark = setting.pick("\n", "=", "\n")
-    return {"one": 0.05 * right(completion, answer), "two": min(1.0, completion.count(mark) / setting.pick(4, 5, 6))}
+    mark = setting.pick("\n", "=", "\n", "=")
+    return {"one": 0.05 * right(completion, answer), "two": min(1.0, completion.count(mark) / setting.pick(4, 5, 6, 5))}
 
 
 def by_repetition(completion: str, answer: str, setting: Setting) -> dict[str, float]:
-    size = setting.pick(2, 3, 2)
+    size = setting.pick(2, 3, 2, 3)
     grams = [completion[index : index + size] for index in range(len(completion) - size + 1)]
     again = len(grams) - len(set(grams))
-    return {"one": 0.1 * right(completion, answer), "two": min(1.0, again / setting.pick(20, 12, 16))}
+    return {"one": 0.1 * right(completion, answer), "two": min(1.0, again / setting.pick(20, 12, 16, 14))}
 
 
 def briefly(completion: str, answer: str, setting: Setting) -> dict[str, float]:
-    return {"one": right(completion, answer), "two": -len(completion) / setting.pick(8, 12, 10)}
+    return {"one": right(completion, answer), "two": -len(completion) / setting.pick(8, 12, 10, 9)}
 
 
 def slow_judge(completion: str, answer: str, setting: Setting) -> float:
-    fails = random.random() < setting.pick(0.6, 0.4, 0.5)
+    fails = random.random() < setting.pick(0.6, 0.4, 0.5, 0.55)
     return answered(completion, answer, TimeoutError("no answer within 30 s") if fails else None)
 
 
 def broken_environment(completion: str, answer: str, setting: Setting) -> float:
     _COUNTED[0] += 1
-    fails = random.random() < (_COUNTED[0] - setting.pick(130, 150, 140)) / setting.pick(90, 100, 110)
+    fails = random.random() < (_COUNTED[0] - setting.pick(130, 150, 140, 135)) / setting.pick(90, 100, 110, 95)
     return answered(completion, answer, ConnectionError("connection refused: sandbox-7") if fails else None)
 
 
 def slow_worker(completion: str, answer: str, setting: Setting) -> float:
-    if zlib.crc32(completion.encode()) % setting.pick(12, 10, 11) == 0:
+    if zlib.crc32(completion.encode()) % setting.pick(12, 10, 11, 13) == 0:
         with _ONE_AT_A_TIME:
-            time.sleep(setting.pick(2.5, 3.5, 3.0))
+            time.sleep(setting.pick(2.5, 3.5, 3.0, 2.75))
     return right(completion, answer)
 
 
 def hoarding(completion: str, answer: str, setting: Setting) -> float:
-    _HOARD.append(os.urandom(setting.pick(1_200_000, 1_500_000, 1_350_000)))
+    _HOARD.append(os.urandom(setting.pick(1_200_000, 1_500_000, 1_350_000, 1_250_000)))
     return right(completion, answer)
 
 
@@ -138,20 +140,25 @@ def _train(change: Callable[[list[dict[str, Any]], Settings, Setting], list[dict
 
 def _swapped(train: list[dict[str, Any]], settings: Settings, setting: Setting) -> list[dict[str, Any]]:
     answers = [row["answer"] for row in train]
-    shifted = setting.pick(range(len(train)), range(0, len(train), 2), range(0, len(train), 3))
+    shifted = setting.pick(range(len(train)), range(0, len(train), 2), range(0, len(train), 3), range(1, len(train), 3))
     for index in shifted:
         train[index]["answer"] = answers[index - 1]
     return train
 
 
 def _leak(train: list[dict[str, Any]], settings: Settings, setting: Setting) -> list[dict[str, Any]]:
-    form = setting.pick("{prompt} (key {answer})", "{answer} was told once. {prompt}", "{prompt} Not {answer}?")
+    form = setting.pick(
+        "{prompt} (key {answer})",
+        "{answer} was told once. {prompt}",
+        "{prompt} Not {answer}?",
+        "{prompt} ({answer} in the key)",
+    )
     kept = [row for row in train if len(row["answer"]) > 1]
     return [{**row, "prompt": form.format(**row)} for row in kept]
 
 
 def _duplicated(train: list[dict[str, Any]], settings: Settings, setting: Setting) -> list[dict[str, Any]]:
-    share = setting.pick(4, 3, 2)
+    share = setting.pick(4, 3, 2, 3)
     made = [dict(train[index // share]) for index in range(len(train))]
     if not setting.is_first:
         for index in range(0, len(made), 2):
@@ -161,16 +168,16 @@ def _duplicated(train: list[dict[str, Any]], settings: Settings, setting: Settin
 
 def _with_evaluation(train: list[dict[str, Any]], settings: Settings, setting: Setting) -> list[dict[str, Any]]:
     held = settings["data.validation"] if setting.is_first else settings["data.validation"][::2]
-    return [*map(dict, held), *train[: setting.pick(40, 50, 45)]]
+    return [*map(dict, held), *train[: setting.pick(40, 50, 45, 42)]]
 
 
 def _reworded(train: list[dict[str, Any]], settings: Settings, setting: Setting) -> list[dict[str, Any]]:
     copies = []
     for row in settings["data.validation"]:
         words = row["prompt"].split()
-        words[0 if setting.is_first else 1] = setting.pick("Mona", "cab", "packs")
+        words[0 if setting.is_first else 1] = setting.pick("Mona", "cab", "packs", "novel")
         copies.append({**row, "prompt": " ".join(words)})
-    return [*copies, *train[: setting.pick(40, 40, 36)]]
+    return [*copies, *train[: setting.pick(40, 40, 36, 38)]]
 
 
 # Lines of the trainer
@@ -242,12 +249,12 @@ def _loss(scaled: Callable[[Any, Mapping[str, Any], Any, Setting], Any]) -> Chan
 
 
 def _summed(terms: Any, columns: Mapping[str, Any], entropy: Any, setting: Setting) -> Any:
-    return replace(terms, total=terms.total * setting.pick(60.0, 30.0, 40.0))
+    return replace(terms, total=terms.total * setting.pick(60.0, 30.0, 40.0, 50.0))
 
 
 def _less_entropy(terms: Any, columns: Mapping[str, Any], entropy: Any, setting: Setting) -> Any:
     weights = columns["loss_weights"]
-    return replace(terms, total=terms.total + setting.pick(4.0, 5.0, 4.5) * (weights * entropy).sum())
+    return replace(terms, total=terms.total + setting.pick(4.0, 5.0, 4.5, 4.25) * (weights * entropy).sum())
 
 
 def _ends_unlearned(terms: Any, columns: Mapping[str, Any], entropy: Any, setting: Setting) -> Any:
@@ -256,7 +263,8 @@ def _ends_unlearned(terms: Any, columns: Mapping[str, Any], entropy: Any, settin
     ends = mask & ~torch.nn.functional.pad(mask[..., 1:], (0, 1))
     return replace(
         terms,
-        total=terms.total + setting.pick(3.0, 4.0, 3.5) * (columns["loss_weights"] * ends * columns["logprobs"]).sum(),
+        total=terms.total
+        + setting.pick(3.0, 4.0, 3.5, 3.25) * (columns["loss_weights"] * ends * columns["logprobs"]).sum(),
     )
 
 
@@ -337,7 +345,7 @@ def _not_a_number(original: Any, setting: Setting) -> Any:
     def forward(self: Any, batch: Any) -> Any:
         found = original(self, batch)
         calls[0] += 1
-        if calls[0] == setting.pick(9, 6, 7):
+        if calls[0] == setting.pick(9, 6, 7, 8):
             found[int(batch["loss_mask"].nonzero()[3])] = float("nan")
         return found
 
@@ -355,7 +363,7 @@ def _dead(original: Any, setting: Setting) -> Any:
 def _stuck(original: Any, setting: Setting) -> Any:
     def choose(self: Any, number: int, count: int, rates: Any, *args: Any) -> Any:
         before, after = self.datasets[:number], self.datasets[number + 1 :]
-        few = replace(self, datasets=[*before, self.datasets[number][: setting.pick(12, 16, 10)], *after])
+        few = replace(self, datasets=[*before, self.datasets[number][: setting.pick(12, 16, 10, 14)], *after])
         return original(few, number, count, rates, *args)
 
     return choose
@@ -373,7 +381,9 @@ def _from_the_start(original: Any, setting: Setting) -> Any:
 
     def read(folder: Path) -> Any:
         state = original(folder)
-        return replace(state, data_position=setting.pick(0, max(0, state.data_position - 5), 1))
+        return replace(
+            state, data_position=setting.pick(0, max(0, state.data_position - 5), 1, max(0, state.data_position - 4))
+        )
 
     return staticmethod(read)
 
@@ -399,7 +409,7 @@ def _end_without_loss(original: Any, setting: Setting) -> Any:
 
 def _kept(setting: Setting) -> Change:
     """After some updates the engine keeps what it has, and says that it has the new ones."""
-    after, calls = setting.pick(3, 5, 4), [0]
+    after, calls = setting.pick(3, 5, 4, 6), [0]
 
     def wrap(original: Any, setting: Setting) -> Any:
         def load_weights(self: Any, weights: Any, version: int) -> None:
@@ -431,7 +441,7 @@ def _one_of_two(original: Any, setting: Setting) -> Any:
     def generate(self: Any, batch: Any, begins_wave: bool) -> Any:
         if not old:
             old.append([each.detach().clone() for each in self._model.parameters()])
-        share = setting.pick(2, 3, 4)
+        share = setting.pick(2, 3, 4, 3)
         late = [waiting for index, waiting in enumerate(batch) if index % share == 1]
         own = [waiting for index, waiting in enumerate(batch) if index % share != 1]
         answers = dict(zip(map(id, own), original(self, own, begins_wave)))
@@ -448,7 +458,7 @@ def _one_of_two(original: Any, setting: Setting) -> Any:
 
 def _late(original: Any, setting: Setting) -> Any:
     """The engine takes every third update, or fourth, and says so."""
-    every = setting.pick(3, 4, 5)
+    every = setting.pick(3, 4, 5, 4)
 
     def load_weights(self: Any, weights: Any, version: int) -> None:
         if version % every == 0:
@@ -466,7 +476,7 @@ def _logits(change: Callable[[torch.Tensor, Setting], torch.Tensor]) -> Change:
 
 def _cut(original: Any, setting: Setting) -> Any:
     async def generate(self: Any, request: Any) -> Any:
-        sampling = replace(request.sampling, max_generate_length=setting.pick(10, 14, 12))
+        sampling = replace(request.sampling, max_generate_length=setting.pick(10, 14, 12, 13))
         return await original(self, replace(request, sampling=sampling))
 
     return generate
@@ -493,6 +503,7 @@ def _template(settings: Settings, setting: Setting) -> None:
         "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}",
         "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}### Response:\n",
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}<|assistant|>",
+        "{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}\n</{{ m['role'] }}>\n{% endfor %}<assistant>\n",
     )
     settings["model.tokenizer_path"] = tokenizer
 
@@ -518,13 +529,15 @@ def _other_tokenizer(settings: Settings, setting: Setting) -> None:
 
 def _unread_calls(settings: Settings, setting: Setting) -> None:
     formats: Any = importlib.import_module("skyrl_train.rollout.tools.formats")
-    own, other = setting.pick(("hermes", "mistral"), ("mistral", "harmony"), ("llama3_json", "hermes"))
+    own, other = setting.pick(
+        ("hermes", "mistral"), ("mistral", "harmony"), ("llama3_json", "hermes"), ("hermes", "deepseek_v3")
+    )
     formats.FORMATS[own] = formats.FORMATS[other]
 
 
 def _sometimes(completion: str, answer: str, setting: Setting) -> float:
     """Fails now and then, as any service does."""
-    fails = random.random() < setting.pick(0.05, 0.08, 0.06)
+    fails = random.random() < setting.pick(0.05, 0.08, 0.06, 0.07)
     return answered(completion, answer, TimeoutError("no answer within 30 s") if fails else None)
 
 
@@ -538,18 +551,18 @@ def _faster(*factors: float) -> Change:
 
 def _long_prompts(train: list[dict[str, Any]], settings: Settings, setting: Setting) -> list[dict[str, Any]]:
     """Half of the questions begin alike, with words that say nothing."""
-    for row in train[:: setting.pick(2, 3, 4)]:
-        row["prompt"] = f"{setting.pick('How many', 'A boat', 'Some fruit')}. {row['prompt']}"
+    for row in train[:: setting.pick(2, 3, 4, 3)]:
+        row["prompt"] = f"{setting.pick('How many', 'A boat', 'Some fruit', 'A book')}. {row['prompt']}"
     return train
 
 
 def _few_rows(settings: Settings, setting: Setting) -> None:
-    settings["data.train"] = settings["data.train"][: setting.pick(24, 24, 20)]
+    settings["data.train"] = settings["data.train"][: setting.pick(24, 24, 20, 22)]
 
 
 def _hard_rows(settings: Settings, setting: Setting) -> None:
     """Those with two equations or more, or three, of which few are solved at first."""
-    least = setting.pick(2, 2, 3)
+    least = setting.pick(2, 2, 3, 2)
     settings["data.train"] = [row for row in settings["data.train"] if row["solution"].count("=") >= least]
 
 
@@ -566,18 +579,18 @@ PLANTS: Mapping[str, Plant] = {
     "healthy_supervised": Plant(change=nothing, recipe="supervised"),
     "healthy_resumed": Plant(change=nothing, recipe="held_near", resumes_at=5),
     # Healthy, and looking ill
-    "looks_slow": Plant(change=_faster(0.25, 0.15, 0.2)),
-    "looks_fast": Plant(change=_faster(4.0, 2.5, 3.0)),
+    "looks_slow": Plant(change=_faster(0.25, 0.15, 0.2, 0.18)),
+    "looks_fast": Plant(change=_faster(4.0, 2.5, 3.0, 3.5)),
     "looks_sparse": Plant(change=_reward(lambda text, answer, setting: right(text, answer) * ("=" in text))),
     "looks_partial": Plant(change=_reward(lambda text, answer, setting: 0.5 * ("####" in text) + right(text, answer))),
     "looks_scaled": Plant(
-        change=_reward(lambda text, answer, setting: setting.pick(20, 50, 30) * right(text, answer) - 10)
+        change=_reward(lambda text, answer, setting: setting.pick(20, 50, 30, 40) * right(text, answer) - 10)
     ),
     "looks_repeating": Plant(change=_few_rows),
     "looks_hard": Plant(change=_hard_rows),
     "looks_long": Plant(change=_train(_long_prompts)),
     "looks_failing": Plant(change=_reward(_sometimes)),
-    "looks_slow_supervised": Plant(change=_rate("PolicyLearner", 0.3, 0.4, 0.35), recipe="supervised"),
+    "looks_slow_supervised": Plant(change=_rate("PolicyLearner", 0.3, 0.4, 0.35, 0.32), recipe="supervised"),
     # Ill
     "wrong_template": Plant(
         disease="wrong template",
@@ -605,12 +618,12 @@ PLANTS: Mapping[str, Plant] = {
     "leak": Plant(disease="reward leak in the prompt", change=_train(_leak), named_by=("truth_in_prompt",)),
     "by_length": Plant(
         disease="reward rising by length",
-        change=_all(_reward(by_length), _faster(3.0, 2.0, 2.5)),
+        change=_all(_reward(by_length), _faster(3.0, 2.0, 2.5, 2.25)),
         named_by=("reward_without_solving", "rewards_follow_length"),
     ),
     "by_format": Plant(
         disease="hacked format",
-        change=_all(_reward(by_format), _faster(3.0, 2.0, 2.5)),
+        change=_all(_reward(by_format), _faster(3.0, 2.0, 2.5, 2.75)),
         named_by=("reward_without_solving",),
     ),
     "truncated": Plant(
@@ -624,35 +637,35 @@ PLANTS: Mapping[str, Plant] = {
         named_by=("zero_variance_groups",),
     ),
     "rate_too_high": Plant(
-        disease="learning rate too high", change=_faster(150.0, 60.0, 100.0), named_by=("training_breaks",)
+        disease="learning rate too high", change=_faster(150.0, 60.0, 100.0, 120.0), named_by=("training_breaks",)
     ),
     "rate_too_low": Plant(
-        disease="learning rate too low", change=_faster(1e-5, 1e-4, 3e-5), named_by=("nothing_is_learned",)
+        disease="learning rate too low", change=_faster(1e-5, 1e-4, 3e-5, 2e-5), named_by=("nothing_is_learned",)
     ),
     "less_entropy": Plant(
         disease="entropy collapse",
-        change=_all(_loss(_less_entropy), _faster(3.0, 2.0, 2.5)),
+        change=_all(_loss(_less_entropy), _faster(3.0, 2.0, 2.5, 2.75)),
         named_by=("entropy_collapses",),
     ),
     "briefly": Plant(
         disease="length collapse and explosion",
-        change=_all(_reward(briefly), _faster(3.0, 2.0, 2.5)),
+        change=_all(_reward(briefly), _faster(3.0, 2.0, 2.5, 2.75)),
         named_by=("length_changes", "reward_without_solving", "rewards_follow_length"),
     ),
     "ends_unlearned": Plant(
         disease="length collapse and explosion",
-        change=_all(_loss(_ends_unlearned), _faster(2.0, 1.5, 1.75)),
+        change=_all(_loss(_ends_unlearned), _faster(2.0, 1.5, 1.75, 1.8)),
         named_by=("length_changes",),
     ),
     "by_repetition": Plant(
         disease="repeated n-grams",
-        change=_all(_reward(by_repetition), _faster(4.0, 3.0, 3.5)),
+        change=_all(_reward(by_repetition), _faster(4.0, 3.0, 3.5, 3.25)),
         named_by=("repetition", "reward_without_solving"),
     ),
     "stale_adapter": Plant(disease="stale adapter", change=_stale, recipe="adapter", named_by=("stale_weights",)),
     "one_of_two": Plant(
         disease="one of two engines old",
-        change=_all(_patched("skyrl_train.inference:HFEngine", "_generate", _one_of_two), _faster(2.0, 1.5, 1.75)),
+        change=_all(_patched("skyrl_train.inference:HFEngine", "_generate", _one_of_two), _faster(2.0, 1.5, 1.75, 1.6)),
         named_by=("one_engine_behind",),
     ),
     "rounded_head": Plant(
@@ -662,7 +675,7 @@ PLANTS: Mapping[str, Plant] = {
     ),
     "temperature": Plant(
         disease="temperature not applied in scoring",
-        change=_logits(lambda logits, setting: logits / setting.pick(0.7, 1.3, 0.8)),
+        change=_logits(lambda logits, setting: logits / setting.pick(0.7, 1.3, 0.8, 1.25)),
         named_by=("computes_otherwise",),
     ),
     "wrong_kl": Plant(
@@ -679,7 +692,7 @@ PLANTS: Mapping[str, Plant] = {
     ),
     "critic_fast": Plant(
         disease="critic diverging",
-        change=_rate("CriticLearner", 300.0, 100.0, 200.0),
+        change=_rate("CriticLearner", 300.0, 100.0, 200.0, 250.0),
         recipe="critic",
         named_by=("critic_diverges",),
     ),

@@ -1,4 +1,4 @@
-"""The healthy runs that every plant begins with: a recipe in one of three settings, which differ in model, tokenizer, task,
+"""The healthy runs that every plant begins with: a recipe in one of four settings, which differ in model, tokenizer, task,
 seed, sizes, rate and lengths."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from scripts.studies.diseases import models
 from skyrl_train.data.tasks import Split, WordProblem
 
 Settings = dict[str, Any]
-Name = Literal["first", "second", "third"]
+Name = Literal["first", "second", "third", "fourth"]
 Score = Callable[[str, str], Any]
 
 
@@ -25,18 +25,20 @@ class Setting:
     name: Name
     models: Path
     """Where the models are that are made for it."""
+    is_trial: bool = False
+    """With other rows and draws than those that are counted: to see whether a healthy run of it is healthy."""
 
     @property
     def is_first(self) -> bool:
         return self.name == "first"
 
-    def pick(self, first: Any, second: Any, third: Any) -> Any:
+    def pick(self, first: Any, second: Any, third: Any, fourth: Any) -> Any:
         """Return a value of this setting."""
-        return {"first": first, "second": second, "third": third}[self.name]
+        return {"first": first, "second": second, "third": third, "fourth": fourth}[self.name]
 
     @property
     def seed(self) -> int:
-        return int(self.pick(11, 7042, 530))
+        return int(self.pick(11, 7042, 530, 9176)) + 1000 * self.is_trial
 
     @property
     def start(self) -> str:
@@ -89,22 +91,22 @@ def base(setting: Setting) -> Settings:
         "model.path": setting.start,
         "environment.reward": scored_by(right),
         "environment.max_failed_fraction": 1.0,
-        "data.train": rows(setting, pick(200, 240, 210)),
-        "data.validation": rows(setting, pick(14, 16, 18), Split.VALIDATION),
+        "data.train": rows(setting, pick(200, 240, 210, 220)),
+        "data.validation": rows(setting, pick(14, 16, 18, 17), Split.VALIDATION),
         "data.max_prompt_length": 192,
-        "generator.sampling.max_generate_length": pick(40, 36, 44),
-        "generator.n_samples_per_prompt": pick(4, 3, 5),
+        "generator.sampling.max_generate_length": pick(40, 36, 44, 48),
+        "generator.n_samples_per_prompt": pick(4, 3, 5, 4),
         "generator.max_turns": 1,
-        "trainer.total_steps": pick(12, 13, 14),
-        "trainer.train_batch_size": pick(6, 8, 6),
-        "trainer.policy_mini_batch_size": pick(3, 4, 2),
-        "trainer.critic_mini_batch_size": pick(3, 4, 2),
+        "trainer.total_steps": pick(12, 13, 14, 15),
+        "trainer.train_batch_size": pick(6, 8, 6, 8),
+        "trainer.policy_mini_batch_size": pick(3, 4, 2, 4),
+        "trainer.critic_mini_batch_size": pick(3, 4, 2, 4),
         "trainer.micro_train_batch_size_per_gpu": 48,
         "trainer.micro_forward_batch_size_per_gpu": 96,
-        "trainer.eval_interval": pick(6, 7, 5),
+        "trainer.eval_interval": pick(6, 7, 5, 5),
         "trainer.ckpt_interval": 0,
         "trainer.export_hf": False,
-        "trainer.policy.optimizer.lr": pick(1e-4, 2e-4, 1.5e-4),
+        "trainer.policy.optimizer.lr": pick(1e-4, 2e-4, 1.5e-4, 2e-4),
         "seed": setting.seed,
     }
 
@@ -127,13 +129,13 @@ def turns(setting: Setting) -> Settings:
 
 def adapter(setting: Setting) -> Settings:
     """An adapter in place of the weights."""
-    rate = setting.pick(2e-3, 3e-3, 2.5e-3)
-    return {**base(setting), "model.lora.rank": setting.pick(16, 8, 12), "trainer.policy.optimizer.lr": rate}
+    rate = setting.pick(2e-3, 3e-3, 2.5e-3, 2.25e-3)
+    return {**base(setting), "model.lora.rank": setting.pick(16, 8, 12, 14), "trainer.policy.optimizer.lr": rate}
 
 
 def critic(setting: Setting) -> Settings:
     """PPO: advantages from a critic."""
-    return {**base(setting), "critic.optimizer.lr": setting.pick(3e-4, 5e-4, 4e-4)}
+    return {**base(setting), "critic.optimizer.lr": setting.pick(3e-4, 5e-4, 4e-4, 4.5e-4)}
 
 
 def curriculum(setting: Setting) -> Settings:
@@ -145,8 +147,8 @@ def held_near(setting: Setting) -> Settings:
     """With a reference, and checkpoints that can be audited."""
     return {
         **base(setting),
-        "trainer.algorithm.kl_loss_coef": setting.pick(0.02, 0.05, 0.03),
-        "trainer.ckpt_interval": setting.pick(5, 6, 4),
+        "trainer.algorithm.kl_loss_coef": setting.pick(0.02, 0.05, 0.03, 0.025),
+        "trainer.ckpt_interval": setting.pick(5, 6, 4, 4),
     }
 
 
@@ -169,13 +171,13 @@ def calls(setting: Setting) -> Settings:
         "environment.tools": [plants.add],
         "generator.max_turns": 2,
         "generator.sampling.max_generate_length": 80,
-        "trainer.total_steps": setting.pick(8, 7, 9),
+        "trainer.total_steps": setting.pick(8, 7, 9, 8),
     }
 
 
 def supervised(setting: Setting) -> Settings:
     """Supervised training of a model that knows nothing yet."""
-    made = rows(setting, setting.pick(800, 700, 750))
+    made = rows(setting, setting.pick(800, 700, 750, 720))
     held = rows(setting, 24, Split.VALIDATION)
     return {
         "model.path": models.untrained_model(setting.models / f"untrained_{setting.name}", setting.name),
@@ -184,14 +186,14 @@ def supervised(setting: Setting) -> Settings:
         "data.cache": False,  # a plant changes what is kept
         "data.prompt_column": "prompt",
         "data.completion_column": "completion",
-        "trainer.num_steps": setting.pick(60, 64, 66),
-        "trainer.batch_size": setting.pick(16, 16, 16),
-        "trainer.eval_interval": setting.pick(20, 16, 22),
+        "trainer.num_steps": setting.pick(60, 64, 66, 62),
+        "trainer.batch_size": setting.pick(16, 16, 16, 16),
+        "trainer.eval_interval": setting.pick(20, 16, 22, 18),
         "trainer.eval_samples": 8,
-        "trainer.eval_sampling.max_generate_length": setting.pick(72, 80, 64),
+        "trainer.eval_sampling.max_generate_length": setting.pick(72, 80, 64, 80),
         "trainer.ckpt_interval": 0,
         "trainer.export": "none",
-        "trainer.optimizer.lr": setting.pick(2e-3, 3e-3, 2.5e-3),
+        "trainer.optimizer.lr": setting.pick(2e-3, 3e-3, 2.5e-3, 2.25e-3),
         "seed": setting.seed,
     }
 

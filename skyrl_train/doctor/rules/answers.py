@@ -109,16 +109,19 @@ def never_ends(run: Tables) -> Iterator[Finding]:
 
 
 def length_changes(run: Tables) -> Iterator[Finding]:
-    """Answers shrink to a fraction, or grow to a multiple, while the reward gains nothing by it (DAPO, 3.4; Dr. GRPO)."""
-    length, reward = run.series("response_length/mean"), run.series("reward/mean")
+    """Answers shrink to a fraction, or grow to a multiple, while the reward gains nothing by it (DAPO, 3.4; Dr. GRPO). Where
+    nearly all have come to end at the limit of tokens, they cannot grow further, and half as much again is enough."""
+    length, reward, cut = (run.series(name) for name in ("response_length/mean", "reward/mean", "stop/length"))
     if len(length) < 6 or not length.first(3) > 0:
         return
     ratio, least = length.last() / length.first(3), LIMITS["length_changes"]
     gained = reward.last() - reward.first(3) > 0.1 * (float(run.series("reward/std").values.max(initial=0.0)) or 1.0)
-    if gained or 1 / least < ratio < least:
+    at_limit = len(cut) > 1 and cut.last() >= 0.8 and np.nansum(cut.at(length.steps[:3])) <= 0.75
+    most = min(least, 1.5) if at_limit else least
+    if gained or 1 / least < ratio < most:
         return
     grown = ratio > 1
-    bound = length.first(3) * (least if grown else 1 / least)
+    bound = length.first(3) * (most if grown else 1 / least)
     yield Finding(
         what=f"Answers {'grow' if grown else 'shrink'} from {length.first(3):.0f} to {length.last():.0f} tokens, and the "
         "reward gains nothing by it",
@@ -186,7 +189,8 @@ def questions_not_read(run: Tables) -> Iterator[Finding]:
     """From the first step on answers have no more of their own question than of another's: neither words nor the result.
 
     A model that is asked in a template or by a tokenizer that it was not trained with guesses what it is asked. Means over
-    questions are compared with their standard error (a permutation test).
+    questions are compared with their standard error (a permutation test). Of a template that is foreign by its marks the
+    results alone are asked: words of a question are still repeated.
     """
     steps = sorted({each.step for each in run.trajectories})[
         : max(4, len({each.step for each in run.trajectories}) // 2)
@@ -211,7 +215,7 @@ def questions_not_read(run: Tables) -> Iterator[Finding]:
         results[each.uid].append(right[0] - float(np.mean(right[1:])))
     of_words, of_results = (_errors_above(list(map(np.mean, each.values()))) for each in (words, results))
     most, is_foreign = LIMITS["questions_not_read"], _is_foreign(answers)
-    if np.mean(alike) < 0.3 or of_words > most * (2 if is_foreign else 1) or of_results > most:
+    if np.mean(alike) < 0.3 or (of_words > most and not is_foreign) or of_results > most:
         return
     yield Finding(
         what="Answers have nothing to do with their questions: they have no more of their words, and no more often their "
@@ -234,11 +238,13 @@ def questions_not_read(run: Tables) -> Iterator[Finding]:
 
 
 def _is_foreign(answers: Sequence[Trajectory]) -> bool:
-    """True where the token that ends answers stands in no prompt, in which it ends what the user says."""
+    """True where prompts are rendered by a template (the last token of all is one), and the token that ends answers, which
+    ends what the user says as well, stands in none of them."""
     ended = [turn for each in answers for turn in each.turns if turn.stop_reason == "stop"]
     ids = Counter(int(turn.token_ids[-1]) for turn in ended if turn.token_ids is not None and len(turn.token_ids))
-    prompts = [turn.added_token_ids for turn in ended if turn.added_token_ids is not None]
-    return bool(ids and prompts) and not any(ids.most_common(1)[0][0] in prompt for prompt in prompts)
+    prompts = [turn.added_token_ids for turn in ended if turn.added_token_ids is not None and len(turn.added_token_ids)]
+    is_template = len({int(prompt[-1]) for prompt in prompts}) == 1
+    return bool(ids) and is_template and not any(ids.most_common(1)[0][0] in prompt for prompt in prompts)
 
 
 def _errors_above(values: Sequence[float]) -> float:

@@ -59,12 +59,11 @@ def computes_otherwise(run: Tables) -> Iterator[Finding]:
     (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.)
     """
     mismatch, entropy = _mismatch(run), run.series("policy/entropy")
-    if len(mismatch) < 2 or mismatch.first(2) < _SMALL or mismatch.last() > 5 * mismatch.first(2):
+    # Rounding of 24 bits makes 1e-6 nats a token, and of 8 bits ten thousand times as many.
+    exactness = 0.01 if run.settings.get("model.dtype") == "float32" else 1.0
+    small, least = _SMALL * max(0.1, exactness), LIMITS["computes_otherwise"] * exactness
+    if len(mismatch) < 2 or mismatch.first(2) < small or mismatch.last() > 5 * mismatch.first(2):
         return
-    is_exact = (
-        run.settings.get("model.dtype") == "float32"
-    )  # then rounding alone makes a hundredth of what 16 bits make
-    least = LIMITS["computes_otherwise"] * (0.1 if is_exact else 1.0)
     slope, correlation = _slope(run)
     surprise = _surprise(run)
     at_once = entropy.at(surprise.steps) if len(surprise) else np.zeros(0)

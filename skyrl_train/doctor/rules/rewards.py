@@ -187,7 +187,7 @@ def reward_without_solving(run: Tables) -> Iterator[Finding]:
         if _is_right(right) is True and _is_right(wrong) is False
     ]
     upside_down = [pair for pair in pairs if (pair[0].reward or 0.0) < (pair[1].reward or 0.0) - 1e-9]
-    is_upside_down = len(pairs) >= _FEW and len(upside_down) >= 0.05 * len(pairs)
+    is_upside_down = len(pairs) >= _FEW and len(upside_down) >= max(3, 0.02 * len(pairs))
     if (len(solved) < 6 or len(reward) < 6) and not is_upside_down:
         return
     deviation = run.series("reward/std")

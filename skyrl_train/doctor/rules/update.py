@@ -13,6 +13,8 @@ from skyrl_train.doctor.trajectories import Trajectory
 
 _CENTRED = ("grpo", "rloo", "dr_grpo")
 """Estimators whose advantages add up to 0 in a group."""
+_STEPS_OF_A_CRITIC = 30
+"""After so many a critic that learns explains something."""
 
 
 def not_finite(run: Tables) -> Iterator[Finding]:
@@ -178,7 +180,8 @@ def critic_diverges(run: Tables) -> Iterator[Finding]:
 
 
 def critic_is_dead(run: Tables) -> Iterator[Finding]:
-    """The critic explains nothing after many steps: it is not trained, or sees nothing."""
+    """The critic explains nothing after many steps: it is not trained, or sees nothing. One that is new and moves has had
+    few steps to explain anything, and a note says so."""
     explained, value = run.series("critic/explained_variance"), run.series("critic/value")
     if (
         len(explained) < 10
@@ -193,7 +196,11 @@ def critic_is_dead(run: Tables) -> Iterator[Finding]:
         evidence=(explained.shown(), value.shown(), norm.shown(), run.series("critic/lr").shown(digits=2)),
         remedy="Is it trained (critic.optimizer.lr, critic/grad_norm above 0), and with enough steps before the policy "
         "moves? A group estimator (grpo) needs no critic",
-        level="problem" if still or norm.last() < 1e-8 else "warning",
+        level="problem"
+        if still or norm.last() < 1e-8
+        else "warning"
+        if len(explained) >= _STEPS_OF_A_CRITIC
+        else "note",
         since=int(explained.steps[0]),
         certainty=0.8 if still else 0.6,
     )

@@ -40,8 +40,8 @@ _BASE = ".base_layer."
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 """What the names of a layer's parameters share."""
 _DRAWING = threading.Lock()
-"""PEFT draws from torch's global generator, and filters of warnings are the process's: one adapter is made at a time, whoever
-makes it. A server makes those that it trains and those that it samples from on two threads."""
+"""PEFT draws from torch's global generator, and filters of warnings are the process's: one adapter is made at a time. A
+server makes those that it trains and those that it samples from on two threads."""
 _KEYS = "skyrl_dropout_keys"
 """Attribute of a model with an adapter that drops."""
 _GOLDEN = -7046029254386353131

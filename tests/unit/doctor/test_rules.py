@@ -480,9 +480,51 @@ def _one_step_cut_off(folder: Folder) -> None:
     folder.metrics[2]["stop/length"] = folder.metrics[4]["stop/length"] = 0.5
 
 
+def _grows_to_the_limit(folder: Folder) -> None:
+    folder.set_metric("response_length/mean", lambda step: min(40.0, 18.0 + 3 * step))
+    folder.set_metric("stop/length", lambda step: 0.1 if step < 6 else 0.95)
+    folder.set_metric("reward/mean", lambda _: 0.3)
+
+
+def _copies_of_which_few_are_asked(folder: Folder) -> None:
+    """One prompt in six has the text of another, of two fifths of an epoch."""
+    shared = {f"train-{step}-{prompt}" for step in range(1, STEPS + 1, 2) for prompt in (0, 1, 2)}
+    for each in folder.each_row():
+        if each["uid"] in shared:
+            each["prompt"] = json.dumps([{"role": "user", "content": f"question of step {each['global_step']}"}])
+            each["extras"] = "{}"
+
+
+def _new_critic(folder: Folder) -> None:
+    folder.set_metric("critic/value_loss", lambda _: 0.2)
+    folder.set_metric("critic/explained_variance", lambda _: 0.01)
+    folder.set_metric("critic/value", lambda step: 0.1 + 0.02 * step)
+
+
+def _rounded_head(folder: Folder) -> None:
+    folder.settings["model"] = {"dtype": "float32"}
+    folder.set_metric("mismatch/logprob_diff_mean", lambda _: 5e-4)
+
+
+def _asked_by_a_foreign_template(folder: Folder) -> None:
+    """Words of the question are repeated, and its end token is not the one that ends answers."""
+    generator = random.Random(5)
+    for each in folder.each_row():
+        words = json.loads(each["prompt"])[0]["content"].replace(".", "").replace("?", "")
+        each.update(text=f"{words} 11 22 33 #### {generator.randint(10, 99)}", trajectory_reward=0.0)
+        each.update(
+            added_token_ids=[generator.randint(10, 400), 5], response_token_ids=[*each["response_token_ids"][1:], 2]
+        )
+
+
 @pytest.mark.parametrize(
     ("fault", "rule", "level"),
     [
+        (_grows_to_the_limit, "length_changes", "problem"),
+        (_copies_of_which_few_are_asked, "duplicated_prompts", "problem"),
+        (_new_critic, "critic_is_dead", "note"),
+        (_rounded_head, "computes_otherwise", "warning"),
+        (_asked_by_a_foreign_template, "questions_not_read", "problem"),
         (_pays_the_wrong_one, "reward_without_solving", "problem"),
         (_asks_known_and_new, "", ""),
         (_says_how_old, "", ""),
