@@ -17,8 +17,8 @@ from scripts.studies.diseases.recording import numbers
 from scripts.studies.diseases.settings import RECIPES, Name, Setting
 from skyrl_train.doctor import LIMITS, RULES, Finding
 
-ARCHIVE = Path(__file__).parents[2] / "fixtures" / "diseases_third.tar.xz"
-"""The runs of the third setting, which was recorded after rules and limits were frozen."""
+ARCHIVE = Path(__file__).parents[2] / "fixtures" / "diseases_fourth.tar.xz"
+"""The runs of the fourth setting, which was recorded after rules and limits were frozen."""
 AUDITED = {"trained tokens", "KL to the reference", "advantages", "optimizer's state"}
 WITH_OBJECTS = {"data.train", "environment.reward", "model.tokenizer_path"}
 """Settings that have an object, of which the configuration shows a digest."""
@@ -123,15 +123,13 @@ def test_what_an_audit_finds_first_names_what_only_it_can() -> None:
 
 
 @pytest.mark.slow
-def test_the_runs_of_the_third_setting_are_counted_as_the_page_says(tmp_path: Path) -> None:
+def test_the_runs_of_the_fourth_setting_are_counted_as_the_page_says(tmp_path: Path) -> None:
     """Rules were frozen before they were recorded: a rule that is changed since may change these numbers, and the page."""
     unpack(ARCHIVE, tmp_path)
-    found = results(tmp_path, "third")
+    found = results(tmp_path, "fourth")
     assert len(found) == len(PLANTS)
     counted = count(found)
-    assert (counted.named, counted.diseases) == (33, 40)
-    assert sorted(counted.called_ill) == ["healthy_calls", "healthy_critic"]
-    assert sorted(counted.missed) == [
-        *("by_format", "by_length", "duplicated", "ends_unlearned", "less_entropy", "rounded_head", "wrong_template")
-    ]
-    assert giveaways(recorded(tmp_path, "third")) == {}
+    assert (counted.named, counted.diseases) == (38, 40)
+    assert counted.called_ill == []
+    assert sorted(counted.missed) == ["constant", "wrong_template"]
+    assert giveaways(recorded(tmp_path, "fourth")) == {}
