@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import sys
 import tempfile
@@ -106,6 +107,7 @@ async def program(host: str, port: int, key: str, turns: int) -> None:
 async def programs(told: dict[str, Any]) -> None:
     """All agents, in the process that they have."""
     host, _, port = told["base_url"].removeprefix("http://").removesuffix("/v1").partition(":")
+    gc.freeze()  # what was imported is not looked at again, now and then, for what it holds
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     await asyncio.gather(*(program(host, int(port), key, told["turns"]) for key in told["keys"]))
@@ -162,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return time.monotonic() - begin
 
     expected = arguments.sessions * arguments.turns * arguments.tokens
+    gc.freeze()
     alone_s = asyncio.run(direct())
     seconds, tokens = asyncio.run(over_http(episodes, arguments.turns))
     assert tokens == expected, (tokens, expected)

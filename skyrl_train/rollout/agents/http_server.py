@@ -8,9 +8,7 @@ request of a client that hangs up while it waits is cancelled.
 It parses heads by itself, and not by h11, which httpx brings along. Programs also ask inside workers of environments, whose
 interpreter has the standard library alone (`adapters/inverted_chat.py`), so that h11 would come beside this parser and not
 in its place. And it takes longer: 65 to 73 microseconds of a core for a request of OpenAI's SDK with its answer, where these
-take 15 (h11 0.16, Python 3.11). With 256 sessions (`scripts/bench/agents.py`, three times in turn on a machine that became
-busier) 42, 36 and 21 % of the engine's tokens came through by h11, and 47, 47 and 30 % by this. What it would replace is
-`_parse_head`, `_length_of` and `_head_of`, 45 lines.
+take 15 (h11 0.16, Python 3.11). What it would replace is `_parse_head`, `_length_of` and `_head_of`, 45 lines.
 """
 
 from __future__ import annotations
