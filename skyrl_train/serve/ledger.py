@@ -54,6 +54,8 @@ class Ledger:
         self._num_compacted_bytes = 0
         """Of the journal when it was last written anew."""
         self._gate = _Gate()
+        self.stopped: BaseException | None = None
+        """Why nothing that was accepted is executed any more, until the server is started again."""
 
     def close(self) -> None:
         """Raises SaveError for what is not on disk."""
@@ -171,9 +173,13 @@ class Ledger:
             self._num_outcome_bytes -= self._outcomes.popitem(last=False)[1][1]
 
     async def outcome(self, request_id: str, promise: Promise, *, timeout_s: float) -> Outcome | None:
-        """Return what came of a promise; None where nothing did in time. Raises Refused where the disk has failed."""
+        """Return what came of a promise; None where nothing did in time. Raises Refused where the disk has failed, and where
+        nothing is executed any more."""
         if self._log.failed is not None:
             raise Refused(f"nothing can be written any more: {self._log.failed}", status=503, category="server")
+        if self.stopped is not None:
+            message = "nothing is executed any more, for an error that the server's log has; started again it goes on"
+            raise Refused(message, status=503, category="server")
         try:
             await asyncio.wait_for(promise.done.wait(), timeout_s)
         except asyncio.TimeoutError:

@@ -19,7 +19,7 @@ from skyrl_train.batch.steps import TargetRows
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, LoraConfig, OptimizerConfig
-from skyrl_train.errors import NonFiniteError
+from skyrl_train.errors import NonFiniteError, SaveError
 from skyrl_train.inference import HFEngine, load_for_engine
 from skyrl_train.learner import AdamWStep, AdapterLearners, AdapterPass, RowLossLearner, TokenLosses, read_model
 from skyrl_train.model import load_tokenizer
@@ -147,16 +147,19 @@ class Models:
         """Write the adapter into a new folder, which is there whole or not at all; returns its bytes. Raises SaveError."""
         unfinished = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
-        make_folder(folder.parent)
-        shutil.rmtree(folder, ignore_errors=True)  # of a verb that was cut off, and is made again
-        held = self._trained[name].hold_state(copies=False, leaves_gradient=True)
-        sums = dict(held.write(unfinished))
-        if not with_optimizer:
-            sums.pop("optimizer.safetensors", None)
-            (unfinished / "optimizer.safetensors").unlink(missing_ok=True)
-        sync_folder(unfinished)
-        unfinished.replace(folder)
-        sync_folder(folder.parent)
+        try:
+            make_folder(folder.parent)
+            shutil.rmtree(folder, ignore_errors=True)  # of a verb that was cut off, and is made again
+            held = self._trained[name].hold_state(copies=False, leaves_gradient=True)
+            sums = dict(held.write(unfinished))
+            if not with_optimizer:
+                sums.pop("optimizer.safetensors", None)
+                (unfinished / "optimizer.safetensors").unlink(missing_ok=True)
+            sync_folder(unfinished)
+            unfinished.replace(folder)
+            sync_folder(folder.parent)
+        except OSError as error:
+            raise SaveError(f"{folder} could not be written: {error}") from error
         return sum(size for size, _ in sums.values())
 
     def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
@@ -165,30 +168,30 @@ class Models:
 
     async def adapter_for(self, sampler: str, folder: Path, facts: AdapterFacts) -> None:
         """Have the engine answer with what was saved in `folder` under the name `sampler`, until `release`."""
-
-        def give_back(taken: asyncio.Task[None]) -> None:
-            if not taken.cancelled() and taken.exception() is None:
-                self.release(sampler)
-
-        taking = asyncio.create_task(self._take(sampler, folder, facts))
+        wanted = [sampler]
+        taking = asyncio.create_task(self._take(sampler, folder, facts, wanted))
         try:
             await asyncio.shield(taking)
         except asyncio.CancelledError:  # a thread loads on: the engine must not have an adapter that nobody knows of
-            taking.add_done_callback(give_back)
+            wanted.clear()
+            if taking.done() and not taking.cancelled() and taking.exception() is None:
+                self.release(sampler)
             raise
 
-    async def _take(self, sampler: str, folder: Path, facts: AdapterFacts) -> None:
+    async def _take(self, sampler: str, folder: Path, facts: AdapterFacts, wanted: list[str]) -> None:
+        """`wanted` is empty when nobody waits for it any more, and it is not loaded, or not held, then."""
         async with self._loading:
-            if sampler not in self._in_engine:
+            if wanted and sampler not in self._in_engine:
                 idle = [each for each in self._in_engine if not self._in_use.get(each)]
                 for each in idle[: max(0, len(self._in_engine) - _ADAPTERS_IN_ENGINE + 1)]:
                     del self._in_engine[each]
                     await asyncio.to_thread(self.engine.unload_adapter, each)
                 lora = self._lora(facts)
                 await asyncio.to_thread(lambda: self.engine.load_adapter(sampler, lora, read_model(folder)))
-            self._in_engine[sampler] = None
-            self._in_engine.move_to_end(sampler)
-            self._in_use[sampler] = self._in_use.get(sampler, 0) + 1
+                self._in_engine[sampler] = None
+            if wanted:
+                self._in_engine.move_to_end(sampler)
+                self._in_use[sampler] = self._in_use.get(sampler, 0) + 1
 
     def release(self, sampler: str) -> None:
         """Tell that one user of `adapter_for` is done."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _TOGETHER_BYTES = 256 << 10
 """Of the bodies of passes that are computed together: more of them leave no time between tokens to save."""
 _GAP_TIMEOUT_S = 600.0
 """How long a request waits for one with a lower sequence number that never comes."""
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -81,6 +84,7 @@ class Scheduler:
                 if not promise.done.is_set():
                     self._begin_sample(self._ledger.request(request_id))
         self._turns = asyncio.create_task(self._take_turns())
+        self._turns.add_done_callback(self._tell_end)
         self._wake.set()
         return sum(len(model.behind_anchor) for model in loaded)
 
@@ -111,6 +115,13 @@ class Scheduler:
         """Give samples up, if they are not there yet. Other verbs are not stopped."""
         if (task := self._samples.get(request_id)) is not None:
             task.cancel()
+
+    def _tell_end(self, turns: asyncio.Task[None]) -> None:
+        """Have whoever waits be told that turns have ended by an error, which nothing expects: what was under way may have
+        changed a model, so that it must not be executed once more in this process."""
+        if not turns.cancelled() and (error := turns.exception()) is not None:
+            logger.critical("no request is executed any more; start the server again", exc_info=error)
+            self._ledger.stopped = error
 
     async def _take_turns(self) -> None:
         """Execute what is next of each model, one after the other, the models in turn."""

@@ -271,6 +271,13 @@ FURTHER = (
 
 OURS = (
     Bug(
+        name="a full disk at an anchor that ends all turns in silence",
+        patches=(
+            ("skyrl_train.serve.models:Models.save", "except OSError as error", "except ZeroDivisionError as error"),
+            ("skyrl_train.serve.scheduler:Scheduler.start", "self._turns.add_done_callback(self._tell_end)", "pass"),
+        ),
+    ),
+    Bug(
         name="an adapter that a cancelled sample leaves behind",
         patches=(("skyrl_train.serve.models:Models.adapter_for", "await asyncio.shield(taking)", "await taking"),),
     ),

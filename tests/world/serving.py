@@ -34,7 +34,7 @@ from tests.world.training import digest
 FOLDER = Path(ROOT) / "server"
 BASE = "local/base"
 _MODULUS = (1 << 50) - 27
-_ADAPTERS = 2
+_ADAPTERS, _MOST_CLIENTS, _SAMPLED = 2, 3, 4
 _CALL_TIMEOUT_S = 30.0
 _MOST_POLLS = 60
 """Twice as long as a request waits for one before it that never comes."""
@@ -88,9 +88,9 @@ class Engine:
         self._world.sleep(self._world.random("engine").random(), "an adapter's load")
         self._world.event("message", f"load {name}")
         self.adapters[name] = state
-        if len(self.adapters) > _ADAPTERS + 6:
+        if len(self.adapters) > _ADAPTERS + _MOST_CLIENTS * _SAMPLED:
             raise LawBroken(
-                f"{len(self.adapters)} adapters in an engine of {_ADAPTERS}, and 6 samples at most at a time"
+                f"{len(self.adapters)} adapters in an engine of {_ADAPTERS}, and each client samples from {_SAMPLED}"
             )
 
     def unload_adapter(self, name: str) -> None:
@@ -194,7 +194,7 @@ class Client:
                     saved.pop(sampler if verb == made else "", None)
                 elif "error" in found or read(found) != expected:
                     raise LawBroken(f"{promise['request_id']} came to {found}, and must to {expected}")
-            self._sample(list(saved.items())[-4:], round_number)
+            self._sample(list(saved.items())[-_SAMPLED:], round_number)
         self.is_done = True
 
     def _sample(self, samplers: list[tuple[str, int]], number: int) -> None:
@@ -285,7 +285,7 @@ class ServingWorld(Machine):
         self.drops, self.duplicates = draw.choice((0.0, 0.05)), draw.choice((0.0, 0.1, 0.3))
         self.cancels, self.rounds = draw.choice((0.0, 0.3)), draw.choice((2, 4))
         self.anchor_every = draw.choice((1, 3, 20))
-        self.num_clients = draw.choice((1, 2, 3))
+        self.num_clients = draw.choice((1, 2, _MOST_CLIENTS))
         self.parts, self.engine_fails = draw.choice((0.0, 0.0, 0.01)), draw.choice((0.0, 0.0, 0.05))
         self.service: Service | None = None
         self.loop: Any = None

@@ -528,7 +528,8 @@ class TrainingWorld(Machine):
         swarm, rates = self.swarm, self.rates
         if isinstance(error, StopRequested) and rates.stops:
             return
-        explained = isinstance(error, SkyrlTrainError) and (rates.full_disk or swarm.fails)
+        waits = rates.slow_disk and swarm.has_store  # what is fetched is on the disk before its deadline
+        explained = isinstance(error, SkyrlTrainError) and (rates.full_disk or swarm.fails or waits)
         if not explained:
             raise LawBroken(f"the run ended by {type(error).__name__}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from skyrl_train.learner import AdapterLearners
+from skyrl_train.serve.upkeep import Upkeep
+from skyrl_train.system.files import make_folder
 from tests.support.serve_cases import BASE, HAS_SCHEMA, NEEDS_SCHEMA, Caller, as_message, datum, serving
 
 pytestmark = pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)
@@ -389,6 +392,48 @@ def test_a_server_that_starts_again_brings_back_the_models_that_are_asked_for(
         assert made == []
         assert ann.logprobs(models[1], 4) == expected
         assert made == ["m1"]
+
+
+def test_a_disk_that_is_full_at_an_anchor_leaves_the_model_to_be_executed_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def made(folder: Path) -> None:
+        if full:
+            raise full.pop()
+        make_folder(folder)
+
+    monkeypatch.setattr("skyrl_train.serve.models.make_folder", made)
+    with serving(tmp_path, anchor_every=1) as http:
+        ann = Caller(http)
+        model = ann.model()
+        settled(ann, ann.train(model, 1, TWO))
+        settled(ann, ann.step(model, 2))
+        settled(ann, ann.train(model, 3, TWO))  # an anchor comes behind what is told
+        assert (full, http.service.records.models[model].anchor) == ([], -1)
+        settled(ann, ann.step(model, 4))
+        expected = ann.logprobs(model, 5)
+        assert http.service.records.models[model].anchor == 4
+    with serving(tmp_path, anchor_every=1) as http:
+        assert Caller(http).logprobs(model, 6) == expected
+
+
+def test_what_nobody_expects_ends_no_server_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(*_: object) -> None:
+        raise RuntimeError("nobody expected it")
+
+    with serving(tmp_path) as http:
+        ann = Caller(http)
+        model = ann.model()
+        monkeypatch.setattr(Upkeep, "after", breaks)
+        settled(ann, ann.train(model, 1, TWO))
+        promise = ann.step(model, 2)
+        told = ann.send("retrieve_future", {"request_id": promise["request_id"]}, status=503)
+        assert "nothing is executed any more" in str(told)
+    monkeypatch.undo()
+    with serving(tmp_path) as http:
+        assert "error" not in Caller(http).outcome(promise)
 
 
 def test_a_poll_says_try_again_and_samples_can_be_given_up(ann: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
