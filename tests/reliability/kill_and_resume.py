@@ -35,7 +35,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.reliability import stream_kills
+from tests.support import warm_python
 from tests.support.process_trees import Family, cpu_seconds, descendants
+from tests.support.warm_python import Started
 
 DEADLINE_S = 900.0
 LOOK_EVERY_S = 0.1
@@ -116,17 +118,10 @@ def command(folder: Path, words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", words[0], f"hydra.run.dir={folder}", *words[1:]]
 
 
-def start(folder: Path, words: Sequence[str]) -> subprocess.Popen[bytes]:
+def start(folder: Path, words: Sequence[str]) -> Started:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f"{folder.name}.log", "ab") as log:
-        return subprocess.Popen(
-            command(folder, words),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        return warm_python.start(words[0], (f"hydra.run.dir={folder}", *words[1:]), output=log.fileno())
 
 
 def run_to_the_end(folder: Path, words: Sequence[str]) -> float:
@@ -191,7 +186,7 @@ def trial(folder: Path, words: Sequence[str], points: Sequence[float]) -> list[s
     return reached
 
 
-def follow(process: subprocess.Popen[bytes], until: Callable[[float], bool]) -> float:
+def follow(process: Started, until: Callable[[float], bool]) -> float:
     """Seconds of processor time of the process and all that stem from it, which say how far a run is whatever else the
     machine does, when `until` is first true of them or the process has ended."""
     most_s, ends = 0.0, time.monotonic() + DEADLINE_S

@@ -31,7 +31,7 @@ import httpx
 
 from skyrl_train.system.files import log_lines
 from skyrl_train.system.processes import end_with_parent
-from tests.reliability.forked_runs import FileOperations
+from tests.reliability.file_operations import FileOperations
 from tests.support.serve_cases import BASE, Caller, datum
 
 _DEADLINE_S = 3600.0

@@ -36,8 +36,9 @@ from typing import Any
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.rollout import journal_lines
 from skyrl_train.telemetry.records import read_rollouts
-from tests.reliability.forked_runs import ForkedRun, import_all
+from tests.support import warm_python
 from tests.support.process_trees import cpu_seconds
+from tests.support.warm_python import Started
 
 BATCH, STEPS = 4, 10
 OVERRIDES = (
@@ -161,9 +162,9 @@ def main(args: argparse.Namespace) -> int:
         root.mkdir(parents=True, exist_ok=True)
         overrides = (*OVERRIDES, *args.overrides)
         began = time.monotonic()
-        undisturbed, modules = root / "undisturbed", root / "modules.json"
-        run_to_the_end(ForkedRun(undisturbed, (*overrides, *STREAM), modules=modules), undisturbed)
-        operations = import_all(modules)
+        undisturbed = root / "undisturbed"
+        run_to_the_end(start(undisturbed, (*overrides, *STREAM)), undisturbed)
+        operations = int(undisturbed.with_suffix(".count").read_text())
         print(f"undisturbed: {time.monotonic() - began:.1f} s, {operations} file operations", flush=True)
         last = operations * KILLED_WITHIN // STEPS if args.at_operations else 0
         draw = random.Random(args.seed)
@@ -188,9 +189,9 @@ def one(folder: Path, overrides: Sequence[str], moments: Sequence[float], operat
         for moment in moments:
             if (met := kill(folder, overrides, moment, operations)) is not None:
                 reached.append(met)
-        run_to_the_end(ForkedRun(folder, overrides), folder)
+        run_to_the_end(start(folder, overrides), folder)
         found = list(problems(folder, overrides))
-        run_to_the_end(ForkedRun(replayed, replay_overrides(folder, overrides)), replayed)
+        run_to_the_end(start(replayed, replay_overrides(folder, overrides)), replayed)
         if (replayed / EXPORT).read_bytes() != (folder / EXPORT).read_bytes():
             found.append("the replay gives other weights")
         if CAPSULES in overrides:
@@ -225,7 +226,7 @@ def kill(folder: Path, overrides: Sequence[str], moment: float, operations: int)
     Without them, where `moment` is below a tenth, while it starts, else once its journal has another batch, and up to about
     a step later. Returns what it had reached; None where it had ended."""
     before = num_batches(folder)
-    process = ForkedRun(folder, overrides, killed_at=1 + int(moment * operations) if operations else None)
+    process = start(folder, overrides, killed_at=1 + int(moment * operations) if operations else 0)
     ends, since = time.monotonic() + DEADLINE_S, 0.0 if moment < 0.1 else None
     while process.poll() is None and time.monotonic() < ends:
         if operations:
@@ -256,7 +257,15 @@ def num_batches(folder: Path) -> int:
     return max((int(number) + 1 for number in found), default=0)
 
 
-def run_to_the_end(process: ForkedRun, folder: Path) -> None:
+def start(folder: Path, overrides: Sequence[str], *, killed_at: int = 0) -> Started:
+    """Starts `skyrl_train.main` into the folder, with its file operations counted (`file_operations.py`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = (str(killed_at), str(folder.with_suffix(".count")), *overrides, f"hydra.run.dir={folder}")
+    with open(folder.parent / f"{folder.name}.log", "ab") as log:
+        return warm_python.start("tests.reliability.file_operations", words, output=log.fileno())
+
+
+def run_to_the_end(process: Started, folder: Path) -> None:
     """Raises RuntimeError with what it printed where it does not end with status 0."""
     try:
         status = process.wait(timeout=DEADLINE_S)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,8 @@ from torch import Tensor
 from skyrl_train.system.processes import STOP_SIGNALS
 from skyrl_train.telemetry import phase_seconds
 from skyrl_train.telemetry.records import encode_trajectory, pairs_of, read_rollouts
+from tests.support import warm_python
+from tests.support.warm_python import Started
 
 RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
 TIMEOUT_S = 800.0
@@ -28,7 +27,7 @@ TIMEOUT_S = 800.0
 class Running:
     """A command that was started."""
 
-    process: subprocess.Popen[bytes]
+    process: Started
     log: Path
     """What it prints."""
 
@@ -44,14 +43,7 @@ def start_command(folder: Path, *overrides: str, module: str = "skyrl_train.main
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.with_name(f"{folder.name}.log")
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *overrides, f"hydra.run.dir={folder}"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = warm_python.start(module, (*overrides, f"hydra.run.dir={folder}"), output=file.fileno())
     return Running(process=process, log=log)
 
 
