@@ -59,7 +59,7 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
     with uncollected():
         import uvicorn
 
-        from skyrl_train.serve import Limits, Models, Service, make_app, schema
+        from skyrl_train.serve import Limits, Models, RunFolders, Service, make_app, schema
 
         schema()  # raises where there is none, before models are loaded
         models = Models(learner, generator)
@@ -75,6 +75,8 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
         limits=limits,
         models_in_memory=settings.models_in_memory,
     )
+    shown = RunFolders(service.records, settings.folder, lambda tokens: str(models.tokenizer.decode(list(tokens))))
+    service.ledger.on_settled = shown.take
     listener = uvicorn.Config(
         make_app(service, settings.tenants),
         host=settings.host,
@@ -86,7 +88,10 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
     )
     socket = listener.bind_socket()
     settings.announce(listening(socket), name)
-    uvicorn.Server(listener).run(sockets=[socket])
+    try:
+        uvicorn.Server(listener).run(sockets=[socket])
+    finally:
+        shown.close()
 
 
 def model_name(path: str) -> str:

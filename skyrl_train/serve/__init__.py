@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from skyrl_train.serve.app import make_app as make_app
     from skyrl_train.serve.limits import Limits as Limits
     from skyrl_train.serve.models import Models as Models
+    from skyrl_train.serve.run_folders import RunFolders as RunFolders
     from skyrl_train.serve.service import Service as Service
     from skyrl_train.serve.wire import schema as schema
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Ledger:
         self._gate = _Gate()
         self.stopped: BaseException | None = None
         """Why nothing that was accepted is executed any more, until the server is started again."""
+        self.on_settled: Callable[[Request, Outcome], None] | None = None
+        """Called with each outcome once it can be told. Must not raise, nor take time."""
 
     def close(self) -> None:
         """Raises SaveError for what is not on disk."""
@@ -171,6 +173,8 @@ class Ledger:
         self._num_outcome_bytes += size
         while self._num_outcome_bytes > _KEPT_OUTCOME_BYTES:
             self._num_outcome_bytes -= self._outcomes.popitem(last=False)[1][1]
+        if self.on_settled is not None:
+            self.on_settled(request, line)
 
     async def outcome(self, request_id: str, promise: Promise, *, timeout_s: float) -> Outcome | None:
         """Return what came of a promise; None where nothing did in time. Raises Refused where the disk has failed, and where

@@ -79,7 +79,7 @@ class Models:
         self.learners = AdapterLearners(settings)
         self._trained: dict[str, RowLossLearner] = {}
         self.is_deterministic = settings.deterministic
-        tokenizer = load_tokenizer(settings.model)
+        self.tokenizer = tokenizer = load_tokenizer(settings.model)
         self.engine = HFEngine(
             load_for_engine(settings.model, settings.platform.device),
             tokenizer,

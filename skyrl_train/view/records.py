@@ -33,9 +33,12 @@ _DEFAULT_SERIES = (
     "kl/reference",
     "off_policy/age/mean",
     "tools/failed",
+    "serve/loss_sum",
+    "serve/samples",
+    "serve/requests_open",
 )
 """What a run of any kind shows first, as far as it has it: supervised training its losses, a teacher its KL, rollouts beside
-updates their age."""
+updates their age, a served model its passes."""
 _OF_PARTS = ("/accuracy", "/loss")
 """Of each kind of held-out rows: on which of them it learnt."""
 _MOST_OF_PARTS = 4

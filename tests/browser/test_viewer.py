@@ -17,6 +17,7 @@ pytest.importorskip("duckdb")
 
 from tests.support.browser_pages import PHONE, Page, export, served
 from tests.support.pictured_runs import write_pictured_run
+from tests.support.serve_cases import HAS_SCHEMA, NEEDS_SCHEMA, play_two_tenants
 from tests.support.view_runs import append_records, write_large_run, write_run
 
 pytestmark = pytest.mark.browser
@@ -369,6 +370,20 @@ def test_a_supervised_run_shows_its_losses_and_no_empty_panel(chromium: Any, tmp
         assert page.texts("section:not([hidden]) > div > .empty") == []
         page.open("groups").until("return document.querySelector('.list .empty')")
         assert "supervised training has none" in page.texts(".list .empty")[0]
+        assert page.errors() == []
+
+
+@pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)
+def test_of_a_server_its_tenants_losses_queues_and_samples_are_shown(chromium: Any, tmp_path: Path) -> None:
+    play_two_tenants(tmp_path / "served")
+    with served(tmp_path / "served") as address:
+        page = Page(chromium, address).open("overview")
+        assert page.texts("h1")[0].startswith("ann-000000")
+        assert {"serve/loss_sum", "serve/samples"} <= {*page.texts("figure .title")}
+        assert page.texts("section:not([hidden]) > div > .empty") == []
+        page.open("trajectories", run="bob-000001").until("return document.querySelector('a.trajectory')")
+        page.follow("a.trajectory")
+        assert page.texts(".message .role")[1].startswith("assistant")
         assert page.errors() == []
 
 

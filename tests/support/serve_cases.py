@@ -118,6 +118,26 @@ def serving(folder: Path, *settings: str, **service: Any) -> Iterator[Any]:
         yield http
 
 
+def play_two_tenants(folder: Path, *, steps: int = 3) -> None:
+    """Ann's and Bob's models train in a server of this folder, and are sampled from after each step."""
+    from skyrl_train.serve import RunFolders
+
+    with serving(folder) as http:
+        records, models = http.service.records, http.service._models
+        shown = RunFolders(records, folder, lambda tokens: str(models.tokenizer.decode(tokens)))
+        http.service.ledger.on_settled = shown.take
+        for number, key in enumerate(KEYS):
+            caller = Caller(http, key)
+            model = caller.model(seed=number)
+            for step in range(steps):
+                passes = [caller.train(model, 1 + 4 * step + each, [datum((1, 2, 3, 4 + each))]) for each in range(2)]
+                for promise in (*passes, caller.step(model, 3 + 4 * step)):
+                    caller.outcome(promise)
+                sampler = caller.snapshot(model, 4 + 4 * step, step)
+                caller.outcome(caller.sample(sampler, 0, num_samples=2 + number))
+        shown.close()
+
+
 def as_message(model: str, seq: int, data: Sequence[Mapping[str, Any]], loss: str = "cross_entropy") -> Any:
     """The protobuf message of examples given as `datum` makes them."""
     from skyrl_train.serve import schema

@@ -120,7 +120,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
         if not path.is_dir():
             raise SkyrlTrainError(f"RUN={path} is no folder. Give the output_dir of a run.")
         root = path.resolve()
-        inside = [] if _kind_of(root) else _runs_in(root)
+        inside = [] if _kind_of(root) and not is_server(root) else _runs_in(root)
         roots += inside or [root]
     roots = list(dict.fromkeys(roots))
     if len(roots) > _MAX_RUNS:
@@ -131,6 +131,11 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
         same = sum(re.sub(r"~\d+$", "", each.id) == name for each in runs)
         runs.append(Run(id=f"{name}~{same + 1}" if same else name, root=root, kind=_kind_of(root) or "skyrl"))
     return runs
+
+
+def is_server(root: Path) -> bool:
+    """Whether `skyrl-serve` works in this folder: its models' runs are one level below `runs`."""
+    return (root / "runs").is_dir() and (root / "journal.jsonl").exists()
 
 
 def _runs_in(folder: Path) -> list[Path]:

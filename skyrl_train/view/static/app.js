@@ -250,7 +250,11 @@ async function poll() {
     run = page.runs.find((each) => each.id === readState().run) || page.runs[0];
   if (view && view.tail && run && run.state === "running" && !document.hidden) {
     try {
-      Object.assign(run, await view.tail());
+      const told = await view.tail(); // of the view's run, which may be another than the address names by now
+      Object.assign(
+        page.runs.find((each) => each.id === told.id),
+        told,
+      );
       live.textContent = run.state === "running" ? "live" : run.state;
       live.className = run.state === "running" ? "live on" : "live";
       live.dataset.polled = Number(live.dataset.polled || 0) + 1;

@@ -60,11 +60,11 @@ async function overviewView(state, page) {
   };
 }
 
-// What another trainer dumped of its completions has no timeline, plan or memory, and supervised training no engine: their
-// panels would only say so.
+// What another trainer dumped of its completions has no timeline, plan or memory, supervised training no engine, and a served
+// model none of these: their panels would only say so.
 function hideEmpty({ overview, metrics }, panels) {
   for (const { element, body } of panels)
-    if (body && (overview.run.kind !== "skyrl" || isSupervised(metrics[0])))
+    if (body && (overview.run.kind !== "skyrl" || hasNoRollouts(metrics[0])))
       element.hidden = body.querySelector(":scope > .empty") !== null;
 }
 
@@ -80,8 +80,8 @@ function costToTheEnd(run, { steps, tokens, seconds: spent }) {
   return `${count(left, "step")}, ${seconds(rate(spent))}, ${shown(Math.round(rate(tokens)))} tokens`;
 }
 
-function isSupervised({ series }) {
-  return "train/loss" in series && !("reward/mean" in series);
+function hasNoRollouts({ series }) {
+  return ("train/loss" in series && !("reward/mean" in series)) || "serve/loss_sum" in series;
 }
 
 // Asks what is new in the runs that go on; only where there is something, the panels get it.
@@ -160,7 +160,7 @@ function headPanel() {
           fact("tokens", tokens.at(-1) ? shown(tokens.at(-1)) : null),
           fact("time in steps", spent.at(-1) ? seconds(spent.at(-1)) : null),
           fact("to the end", costToTheEnd(run, metrics[0]), "at the pace of the last steps"),
-          isSupervised(metrics[0])
+          hasNoRollouts(metrics[0])
             ? null
             : fact("failed trajectories", shown(overview.steps.reduce((sum, step) => sum + (step.num_failed || 0), 0))),
           overview.restarts.length
