@@ -4,6 +4,8 @@ setting or a group file; a test compares."""
 from __future__ import annotations
 
 import inspect
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -36,33 +38,34 @@ A run is configured with groups and settings on the command line:
     python -m skyrl_train.main +experiment=gsm8k_multiturn model=qwen2.5-0.5b trainer.total_steps=100
     python -m skyrl_train.main_sft +experiment=sft_gsm8k model=qwen2.5-0.5b trainer.num_steps=100
 
-A group (`GROUP=NAME`) chooses a file under `conf/`; a setting (`KEY=VALUE`) changes one value. An experiment is added:
-`+experiment=NAME`. Later wins: the defaults below, `conf/config.yaml`, the groups that the platform chose, the other
-groups, the experiment, the settings on the command line.
+A group (`GROUP=NAME`) chooses a file under `conf/`; a setting (`KEY=VALUE`) changes one value; an experiment is added,
+`+experiment=NAME`. Later wins: the defaults below, `conf/config.yaml`, the platform's groups, other groups, the experiment,
+settings on the command line.
 
-- `--cfg job --resolve` prints what a command line gives, `--info defaults` the files that it came from.
+- `--cfg job --resolve` prints the result, `--info defaults` the files that it came from.
 - `-m seed=0,1,2` trains once per value, under `outputs/RUN_NAME/sweep_DATE_TIME/`; `hydra.sweep.dir=...` moves it.
-- A sweeper that compares runs, as Optuna's does, is given the last `sweep_metric`, which is `eval/accuracy`
-  (`main_sft`: `eval/loss`); set `hydra.sweeper.direction=maximize` for the former.
-- `hydra.run.dir=...`, or `output_dir=...`, chooses the folder of a run; it is `outputs/RUN_NAME/DATE_TIME` otherwise.
-- `--config-dir FOLDER` adds custom files: `FOLDER/experiment/mine.yaml` is `+experiment=mine`.
-- A value that differs between platforms is written `${per_platform:{cpu:40,gpu:150}}`.
-- Text with commas, spaces or brackets needs quotes inside the shell's: `"KEY='a, b'"`. A list is `KEY=[a,b]`.
+- A sweeper such as Optuna's gets the last `sweep_metric`; for `eval/accuracy` set `hydra.sweeper.direction=maximize`.
+- `hydra.run.dir=...` or `output_dir=...` replaces `outputs/RUN_NAME/DATE_TIME`.
+- `--config-dir FOLDER` adds files: `FOLDER/experiment/mine.yaml` is `+experiment=mine`.
+- `${per_platform:{cpu:40,gpu:150}}` is a value that differs between platforms.
+- Text with commas, spaces or brackets needs inner quotes: `"KEY='a, b'"`. A list is `KEY=[a,b]`.
 
-Whatever is wrong is reported before anything is loaded, all at once. A setting whose meaning begins with "For `KEY=VALUE`"
-belongs to that choice: a custom part may read it, too; with any other choice it is refused where it has another value than
-its default, and is no difference to a run that goes on from a checkpoint.
+All mistakes are reported at once, before anything is loaded. "For `KEY=VALUE`" says that a setting belongs to that choice
+(`|`: or) or a custom part: otherwise only its default is accepted, and a change does not matter on resume.
 
-The column "on resume" says what a changed setting means to a run that goes on from a checkpoint:
+Brackets have what neither default nor meaning shows of a setting's type. What a change means to a run that goes on from a
+checkpoint, "on resume", is said above the table, or in brackets:
 
 | class | the run in that folder | a fork (`trainer.resume_mode=fork trainer.resume_path=RUN_OR_CHECKPOINT`) |
 |---|---|---|
-| free | goes on: nothing that is learnt depends on the setting | goes on |
+| free | goes on: nothing learnt depends on it | goes on |
 | layout | goes on and says so: the same training up to rounding | goes on |
-| forks | is refused: it would be another run | begins there, with weights, optimizer, critic and place in the data kept |
-| fixed | is refused | is refused: shapes of the checkpoint, or the meaning of its token ids, follow from the setting |
+| forks | is refused: another run | begins there, with weights, optimizer, critic and place in the data |
+| fixed | is refused | is refused: the checkpoint's shapes or token ids depend on it |
 """
 
+_FEW = 8
+"""Settings of a section within a section that stand in the table of that."""
 _CHANGED_MOST = (
     *("model.path", "data.train", "data.validation", "environment.reward", "generator.max_turns"),
     *("generator.n_samples_per_prompt", "generator.sampling.max_generate_length", "trainer.train_batch_size"),
@@ -73,23 +76,17 @@ _CHANGED_MOST = (
 
 def reference() -> str:
     """The whole document."""
-    described: dict[type, str] = {}
-    rl = _sections(Config, "Settings", described)
-    sft = _sections(SFTConfig, "Settings of supervised training", described)
+    pages = _Settings()
+    rl = [*pages.sections(Config, "Settings")]
+    sft = [*pages.sections(SFTConfig, "Settings of supervised training")]
     return "\n".join([_INTRODUCTION, *_changed_most(), *_groups(ROOT / "conf"), *rl, *sft]) + "\n"
 
 
 def _changed_most() -> Iterator[str]:
     yield "## The fifteen settings you will change\n"
-    yield (
-        "Beside the groups `model=`, `data=`, `algorithm=`, `placement=` and `tracker=`. All others have a value that"
-        " follows from\nthese and from the machine, or one that published recipes use.\n"
-    )
+    yield "Beside the groups `model=`, `data=`, `algorithm=`, `placement=` and `tracker=`, with their defaults:\n"
     by_path = {field.path: field for field in walk(Config)}
-    yield "| setting | default | meaning |\n|---|---|---|"
-    for path in _CHANGED_MOST:
-        meaning = documentation(by_path[path]).partition(". ")[0].removesuffix(".")
-        yield f"| `{path}` | `{_cell(as_typed(by_path[path].default))}` | {_cell(meaning)} |"
+    yield from (f"    {path}={as_typed(by_path[path].default)}" for path in _CHANGED_MOST)
     yield ""
 
 
@@ -115,38 +112,73 @@ def _first_comment(file: Path) -> str:
     return " ".join(sentences)
 
 
-def _sections(root: type, title: str, described: dict[type, str]) -> Iterator[str]:
-    """`described`: sections that were described already, and under which name; added to."""
-    yield f"## {title}\n"
-    yield "The default is what applies where no group, experiment or command line says otherwise.\n"
-    yield from _table([field for field in walk(root) if "." not in field.path and not field.section], root)
-    for section in walk(root):
-        if not section.section:
-            continue
-        yield f"### `{section.path}`\n"
-        schema = strip(section.annotation)
-        if schema in described:
-            resume = f"; on resume: {section.resume.value}" if section.resume is not None else ""
-            yield f"{documentation(section)} The same settings as `{described[schema]}`{resume}.\n"
-            continue
-        described[schema] = section.path
-        yield f"{inspect.cleandoc(schema.__doc__ or '')}\n"
-        parent = f"{section.path}."
-        children = [field for field in walk(root) if field.path.startswith(parent)]
-        own = [field for field in children if "." not in field.path[len(parent) :] and not field.section]
-        yield from _table(own, root)
+class _Settings:
+    """Tables of settings, none told twice."""
 
+    def __init__(self) -> None:
+        self._described: dict[type, str] = {}
+        """Sections that were described, and under which name."""
+        self._told: dict[str, tuple[str, ...]] = {}
+        """Settings that were told: their cells but for the default; and the default of each."""
 
-def _table(fields: list[SchemaField], root: type) -> Iterator[str]:
-    if fields:
-        yield "| setting | type | default | on resume | meaning |\n|---|---|---|---|---|"
+    def sections(self, root: type, title: str) -> Iterator[str]:
+        """A heading, the settings outside of sections, and each section that is not described under its own name."""
+        yield f"## {title}\n"
+        fields = [*walk(root)]
+        sections = [each for each in fields if each.section]
+        again = [f"`{each.path}`" for each in sections if self._described.get(strip(each.annotation)) == each.path]
+        if again:
+            yield f"The sections {', '.join(again)} are those above.\n"
+        yield from self._table([field for field in fields if "." not in field.path and not field.section], root)
+        folded = {each.path for each in sections if "." in each.path and len(_own(each.path, fields)) <= _FEW}
+        for section in sections:
+            schema = strip(section.annotation)
+            if f"`{section.path}`" in again or self._described.get(schema) == section.path:
+                continue
+            yield f"### `{section.path}`\n"
+            if schema in self._described:
+                resume = f"; on resume: {section.resume.value}" if section.resume is not None else ""
+                yield f"{documentation(section)} The same settings as `{self._described[schema]}`{resume}.\n"
+                continue
+            self._described[schema] = section.path
+            yield f"{inspect.cleandoc(schema.__doc__ or '')}\n"
+            own = _own(section.path, fields)
+            for child in sections:
+                kind = strip(child.annotation)
+                if child.path in folded and child.path.startswith(f"{section.path}.") and kind not in self._described:
+                    self._described[kind] = child.path
+                    own += _own(child.path, fields)
+            yield from self._table(own, root)
+
+    def _table(self, fields: list[SchemaField], root: type) -> Iterator[str]:
+        rows: dict[str, tuple[str, ...]] = {}
+        again = []
         for field in fields:
+            default = f"`{as_typed(field.default)}`"
             meaning = " ".join([*kind_sentences(field, root), documentation(field)])
-            cells = (type_text(field), f"`{as_typed(field.default)}`", resume_text(field), meaning)
-            yield f"| `{field.path}` | {' | '.join(_cell(cell) for cell in cells)} |"
-        yield ""
+            cells = (type_text(field), resume_text(field), meaning)
+            known = self._told.get(field.path)
+            if known is not None and known[1:] == cells:
+                again.append(f"`{field.path}`" + (f" ({default})" if known[0] != default else ""))
+            else:
+                rows[field.path] = self._told[field.path] = (default, *cells)
+        if rows:
+            usual, _ = Counter(resume for _, _, resume, _ in rows.values()).most_common(1)[0]
+            yield f"On resume: {usual}.\n"
+            yield "| setting | default | meaning |\n|---|---|---|"
+            for path, (default, kind, resume, meaning) in rows.items():
+                resume = "" if resume == usual else resume.removeprefix(f"{usual}; ")
+                yield f"| `{path}` | {_cell(default)} | {_cell(meaning + _in_brackets(kind, default, resume, meaning))} |"
+            yield ""
+        if again:
+            yield f"As above, in brackets where the default is another: {', '.join(again)}.\n"
         for field in fields:
             yield from _arguments(field)
+
+
+def _own(section: str, fields: list[SchemaField]) -> list[SchemaField]:
+    """The settings of a section that lie in none of its sections."""
+    return [each for each in fields if each.path.rpartition(".")[0] == section and not each.section]
 
 
 def _arguments(field: SchemaField) -> Iterator[str]:
@@ -155,12 +187,33 @@ def _arguments(field: SchemaField) -> Iterator[str]:
     declared = [(name, *each) for name in seam or () for each in seam.arguments(name).items()] if seam else []
     if declared:
         yield f"Arguments of parts, `{field.path}={{{TARGET}: PART, ARGUMENT: VALUE}}`:\n"
-        yield "| part | argument | type | default | on resume | meaning |\n|---|---|---|---|---|---|"
+        yield "| part | argument | default | meaning |\n|---|---|---|---|"
         for name, key, argument in declared:
             resume = fact(argument.annotation, Resume) or field.resume
-            cells = (_type_text(argument.annotation), f"`{as_typed(argument.default)}`", resume.value if resume else "")
-            yield f"| `{name}` | `{key}` | {' | '.join(map(_cell, (*cells, argument.meaning)))} |"
+            differs, default = resume not in (None, field.resume), f"`{as_typed(argument.default)}`"
+            kind = _in_brackets(
+                _type_text(argument.annotation), default, resume.value if resume and differs else "", ""
+            )
+            yield f"| `{name}` | `{key}` | {_cell(default)} | {_cell(argument.meaning + kind)} |"
         yield ""
+
+
+_SHOWN = r"^(text|true or false|mapping, any key|list of (text|mapping, any key)|integer|number)$|^(integer|number), "
+"""Of types in words, what a default shows that is not null."""
+_SIGNS = {"at least": "≥", "greater than": ">", "at most": "≤", "below": "<"}
+
+
+def _in_brackets(kind: str, default: str, resume: str, meaning: str) -> str:
+    """What neither the default nor the meaning shows of a type, in words; and a class on resume."""
+    choices = re.findall("`([^`]*)`", kind)
+    if choices and all(re.search(rf"(?<!\S){re.escape(choice)}: ", meaning) for choice in choices):
+        kind = ""
+    shown = {"`null`": r", or null$"}.get(default, _SHOWN)
+    kind = re.sub(r"at least (\S+) and at most (\S+)", r"\1 to \2", re.sub(shown, "", kind))
+    for words, sign in _SIGNS.items():
+        kind = kind.replace(words, sign)
+    told = "; ".join(each for each in (kind, resume) if each)
+    return f" ({told})" if told else ""
 
 
 def _cell(text: str) -> str:
@@ -182,7 +235,8 @@ def resume_text(field: SchemaField) -> str:
     resume = field.resume.value if field.resume is not None else ""
     where, alike = fact(field.annotation, ForksWhere), fact(field.annotation, Interchangeable)
     if where is not None:
-        return f"{resume}; forks where {where.value}"
+        with_what = "`docs_per_step`" if where is ForksWhere.DOCUMENTS_CLOSE_STEPS else "a learning-rate schedule"
+        return f"{resume}; forks with {with_what}"
     return resume if alike is None else f"{resume}; layout between {', '.join(f'`{value}`' for value in alike.values)}"
 
 

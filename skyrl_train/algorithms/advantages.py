@@ -38,7 +38,7 @@ def gae(
     observation tokens; here the action before gets them. Needs values. Raises BatchError for malformed inputs.
 
     Args:
-        gae_lambda: How far errors of the values are summed: 0 is one step ahead, 1 to the end of the trajectory.
+        gae_lambda: How far errors of values are summed: 0 one step ahead, 1 to the end.
     """
     check_advantage_inputs(inputs)
     actions = actions_of(inputs)

@@ -17,11 +17,10 @@ from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 
 DECLARED_METRICS = """
-sampling/batches | count | Batches of prompts that were sampled for the step. | with `filters.dynamic_sampling` | verl
+sampling/batches | count | Batches of prompts sampled for the step. | with `filters.dynamic_sampling` | verl
     `train/num_gen_batches`
-sampling/prompts_seen | count | Prompts of them. | with `filters.dynamic_sampling`
-sampling/prompts_differing_fraction | share | Of these, prompts whose samples differ in reward. | with
-    `filters.dynamic_sampling`
+sampling/prompts_seen | count | Their prompts. | with `filters.dynamic_sampling`
+sampling/prompts_differing_fraction | share | Prompts whose samples differ in reward. | with `filters.dynamic_sampling`
 """
 
 

@@ -23,8 +23,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig, reads_whole_step
 from skyrl_train.telemetry import Mean, Metric, StepMetrics
 
 DECLARED_METRICS = """
-policy/entropy_threshold | nats | Entropy from which a token is trained on. | with `entropy_quantile`
-policy/high_entropy_fraction | share | Tokens that are. | with `entropy_quantile`
+policy/entropy_threshold | nats | Entropy from which tokens are trained. | with `entropy_quantile`
+policy/high_entropy_fraction | share | Tokens above it. | with `entropy_quantile`
 """
 
 ScoreStep = Callable[[Literal["logprobs", "entropy"], TrainingInputBatch], Tensor]

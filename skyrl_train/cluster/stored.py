@@ -66,7 +66,7 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 DECLARED_METRICS = """
-memory/store_spilled_gib | GiB | What Ray's object store moved to disks, on all nodes. | on Ray, where it did
+memory/store_spilled_gib | GiB | What Ray's object store moved to disks, all nodes. | on Ray, where it did
 """
 
 _FETCH_S = 300.0

@@ -46,38 +46,33 @@ class MicroBatchConfig:
     """The settings of `trainer` that decide what one forward computes."""
 
     layout: CutsRows[LayoutChoice] = "padded"
-    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
-    cheapest for each step. Changes speed and memory, never the gradient."""
+    """What one forward computes: rows side by side, back to back, or shared prefixes once; auto predicts the cheapest.
+    Gradients are the same."""
     micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "fixed"
-    """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (sizes itself), or a custom planner, which sizes
-    itself too where it declares that it reads `memory_budget`."""
+    """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (by memory), or a custom planner
+    (docs/add_planner.md)."""
     micro_train_batch_size_per_gpu: CutsRows[BatchSize] = 32
     """Rows per forward and backward on one rank (fixed)."""
     micro_forward_batch_size_per_gpu: LayoutOnly[BatchSize] = 64
     """Rows per forward-only pass on one rank (fixed)."""
     max_tokens_per_microbatch: CutsRows[PositiveInt] = 8192
-    """Hard cap on computed token positions of a forward and backward on one rank (token_budget, packed rows of
-    supervised training)."""
+    """Cap on token positions of a forward and backward on one rank (token_budget; packed supervised rows)."""
     max_tokens_per_forward_microbatch: LayoutOnly[PositiveInt] = 16384
     """The same for forward-only passes."""
     max_positions: Annotated[LayoutOnly[PositiveInt], _SIZED] = 65536
-    """Most token positions of a forward and backward on one rank, however much
-    memory there is: beyond, no speed is gained. A forward alone may have twice as many; a longer row goes alone."""
+    """Most token positions of a forward and backward on one rank; forward-only twice as many."""
     memory_budget_gb: Annotated[LayoutOnly[NonNegativeFloat], _SIZED] = 0.0
-    """GiB that the models of one process may hold. 0: what the CUDA device has free. Must be given on a CPU,
-    where tensors are counted; on CUDA a cap, for a device that others use too."""
+    """GiB for the models of one process. 0: what the CUDA device has free. Required on a CPU."""
     memory_margin: LayoutOnly[Annotated[float, Range(0.0, 0.5)]] = 0.05
-    """Share by which a micro-batch may need more than was measured at the start (auto)."""
+    """Share by which need may exceed what was measured (auto)."""
     memory_probe: Annotated[
         LayoutOnly[Literal["measure", "trace", "xla", "both"]],
         Of(".micro_batching", reads="memory_budget", values=("trace", "both"), why="a plan reads xla"),
     ] = "measure"
-    """Where micro-batches know their memory from. measure: forwards and backwards of growing
-    size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. xla:
-    what XLA plans for a model of the same sizes in JAX (extra `jax`); nothing is run. both: measured, beginning at what
-    was traced, and the difference is told. A plan traces one step of a model and remembers it; xla has it compile."""
+    """How memory is known (docs/memory.md). measure: growing passes at the start. trace: torch's graph, not run. xla:
+    XLA's plan (extra `jax`). both: measure, from trace on."""
     memory_retries: Annotated[LayoutOnly[NonNegativeInt], _SIZED] = 3
-    """How often one mini-batch is cut smaller and recomputed if memory runs out nevertheless."""
+    """How often a mini-batch is cut smaller when memory runs out."""
 
     def most_positions(self, *, training: bool) -> int:
         """Return the most positions of one forward where micro-batches size themselves."""
@@ -100,49 +95,44 @@ class LoopConfig(MicroBatchConfig):
     """What `trainer` means alike in reinforcement learning and in supervised training; defaults may differ."""
 
     eval_before_train: Free[bool] = True
-    """Evaluate once before the first step, so that curves start at the starting point."""
+    """Evaluate before the first step."""
     eval_interval: Free[NonNegativeInt] = 10
     """Evaluate every so many steps; 0 only before and after."""
     ckpt_interval: Free[NonNegativeInt] = 10
     """Save every so many steps; 0 only at the end and on a signal."""
     stop_grace_s: Free[NonNegativeFloat] = 0.0
-    """Seconds that the running step may still take after SIGTERM, Ctrl-C, SIGHUP or SIGUSR1; the run then ends at the step
-    before. Less than the time until whoever sent the signal kills, by the time that a checkpoint takes. 0: no limit."""
+    """Seconds for the running step after SIGTERM, Ctrl-C, SIGHUP or SIGUSR1; then the run ends at the step before. 0:
+    no limit. Leave time for a checkpoint before the kill."""
     max_ckpts_to_keep: Free[PositiveInt] = 2
-    """Older checkpoints are deleted after a newer one is complete."""
+    """Older checkpoints are deleted once a newer is complete."""
     checkpoint_url: Free[str] = ""
-    """Bring each checkpoint to this URL as well, from which the run goes on where its output folder is lost:
-    `s3://bucket/run`, `gs://bucket/run`, `file:///mnt/run`, or another that fsspec knows."""
+    """Also copy checkpoints there, against loss of the output folder: `s3://bucket/run`, `gs://bucket/run`,
+    `file:///mnt/run`, or another of fsspec."""
     checkpoint_timeout_s: Free[PositiveFloat] = 1800.0
-    """Deadline of bringing one checkpoint to `checkpoint_url`, or from it."""
+    """Deadline of one checkpoint to or from `checkpoint_url`."""
     background_checkpoints: Free[bool] = True
-    """Write checkpoints while the run goes on, from copies of models and optimizer states in the memory of the hosts that
-    compute them. false, or a host without the room: the run waits."""
+    """Write checkpoints while the run goes on, if host memory has room for copies."""
     max_failed_saves: Free[PositiveInt] = 3
-    """Steps in a row at which the disk or `checkpoint_url` refuses, after which the run ends; until then it goes on and
-    tries again after each step."""
+    """Failed saves in a row, to disk or `checkpoint_url`, that end the run."""
     resume_mode: Free[Literal["latest", "none", "from_path", "fork"]] = "latest"
-    """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`. fork: a new run begins at
-    `resume_path`, with other settings."""
+    """latest: this output folder's checkpoint, if any. from_path: `resume_path`. fork: a new run from `resume_path`,
+    with other settings."""
     resume_path: Annotated[Free[str], Of(".resume_mode", ("from_path", "fork"))] = ""
-    """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder, or its `checkpoint_url`."""
+    """Checkpoint (`.../checkpoints/step_000010`), output folder, or `checkpoint_url` of a run."""
     max_restarts: Free[NonNegativeInt] = 3
-    """How often a run on Ray goes on from its last checkpoint by itself when a worker or node died or hangs; 0 ends it."""
+    """How often a Ray run resumes by itself after a dead or hung worker; 0 ends it."""
     profile_steps: Free[tuple[PositiveInt, ...]] = ()
-    """Steps whose optimizer steps are profiled on each rank, e.g. `[3,4]`: traces in `profiles/`, and on CUDA snapshots of
-    memory."""
+    """Steps to profile, such as `[3,4]`: traces in `profiles/`, memory snapshots on CUDA."""
     capsules: Free[NonNegativeInt] = 0
-    """Of so many of the last steps keep all that it takes to execute them again (`skyrl-capsule`): the models before and
-    after, and the batch. Each step then takes the time of a checkpoint more. A step that is refused leaves one always."""
+    """Last steps kept for `skyrl-capsule` (docs/capsules.md), each at a checkpoint's time; a refused step always."""
     docs_per_step: Forks[NonNegativeInt] = 0
-    """Close an optimizer step at so many rollouts, or examples, instead of where their number is fixed: micro-batches are
-    filled until a step has at least so many; 0 is off."""
+    """Close an optimizer step once micro-batches hold so many rollouts or examples; 0 is off."""
     docs_per_step_exact: Annotated[Forks[bool], Of(".docs_per_step")] = False
-    """Cut the last micro-batch so that a step has exactly `docs_per_step` of them."""
+    """Cut the last micro-batch so that they are exactly so many."""
     metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
-    """Custom metrics: functions of a step's training rows and, in reinforcement learning, of its rollouts."""
+    """Functions of a step's training rows and rollouts (docs/add_metric.md)."""
     callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()
-    """Functions that are told of the run's start, steps, evaluations, checkpoints and end. They read and change nothing."""
+    """Functions told of start, steps, evaluations, checkpoints and end; they change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +144,7 @@ class TrainerConfig(LoopConfig):
     epochs: EndsSchedule[PositiveInt] = 1
     """Passes over the training prompts, where `total_steps` is 0."""
     train_batch_size: Forks[BatchSize] = 32
-    """Prompts per training batch (rollout)."""
+    """Prompts per training batch."""
     policy_mini_batch_size: Forks[BatchSize] = 16
     """Prompts per optimizer step of the policy; must divide `train_batch_size`."""
     critic_mini_batch_size: Forks[BatchSize] = 16
@@ -162,39 +152,33 @@ class TrainerConfig(LoopConfig):
     update_epochs_per_batch: Forks[PositiveInt] = 1
     """Passes over each training batch."""
     auto_micro_batch_size: CutsRows[bool] = False
-    """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
+    """The same as `micro_batching=auto`."""
     max_staleness: Annotated[Forks[Annotated[int, Range(0, 1000)]], _ENGINE] = 0
-    """By how many updates the weights that sampled a trained token may be older than those that are updated. 0: rollouts
-    are made with the weights of the update before, and wait for them."""
+    """Updates by which sampling weights may lag (docs/async.md). 0: rollouts wait for each update."""
     stale_groups: Annotated[
         Forks[Literal["wait", "drop"]],
         _STALE,
         Of(".take_groups", ("first_finished",), why="it drops no prompt for taking long"),
     ] = "wait"
-    """What a batch does about a prompt whose samples would be too old for the next one and have not all
-    ended: wait for them, or drop them, with a count."""
+    """Unfinished prompts, too old for the next batch: wait, or drop and count."""
     oversample: Annotated[Forks[Annotated[float, Range(1.0)]], _STALE] = 1.0
-    """Prompts that are kept in flight for each that the batches to come have room for. Above 1 a batch has
-    the first to finish, and what is too many is dropped, with a count."""
+    """Prompts in flight per prompt needed; above 1 the first to finish are taken, the rest dropped and counted."""
     take_groups: Annotated[Forks[Literal["first_finished", "in_order"]], _STALE] = "first_finished"
-    """first_finished: a batch has prompts whose samples have ended, which prefers short ones wherever some
-    are dropped. in_order: it has the prompts that began first, and waits for them."""
+    """first_finished: prompts whose samples ended, which favours short ones where some are dropped. in_order: those
+    that began first."""
     in_flight_updates: Annotated[Forks[bool], _STALE, _BETWEEN_TOKENS] = False
-    """true: engines take new weights between two tokens of the responses that they are at. false: an update
-    waits for these to end, and further ones for the update."""
+    """true: engines take new weights amid responses. false: an update waits for their end."""
     in_flight_cache: Annotated[
         Forks[Literal["recompute", "keep"]], Of(".in_flight_updates", write="trainer.in_flight_updates=true")
     ] = "recompute"
-    """What becomes of the keys and values of a response that an update reaches. recompute: those of all
-    its tokens so far are computed again. keep: they stay as older weights made them, at no cost, and what is sampled after
-    them is of no model alone."""
+    """Such responses' keys and values. recompute: computed again. keep: left, at no cost; what follows is of no single
+    model."""
     batch_validation: LayoutOnly[Literal["strict", "relaxed"]] = "strict"
-    """strict refuses uneven divisions over ranks and micro-batches; relaxed pads them and says what it costs."""
+    """strict refuses uneven division over ranks and micro-batches; relaxed pads, and says the cost."""
     batch_rules: Free[tuple[Annotated[PartSpec, BATCH_RULES], ...]] = ("sizes",)
-    """What is checked of batch sizes before a run; custom rules are added (`[sizes, my_code:rule]`) or take its place."""
+    """Checks of batch sizes; custom ones are added (`[sizes, my_code:rule]`) or replace it."""
     moe_routing_replay: Forks[bool] = False
-    """Mixtures of experts: true: the trained policy sends each token to the experts that the engine recorded when it sampled
-    it, in place of its own choice; their weights stay the policy's own."""
+    """Mixtures of experts: train with the experts recorded at sampling, weighted by the policy."""
     algorithm: Forks[AlgorithmConfig] = field(default_factory=AlgorithmConfig)
     """Advantages, losses, KL."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -202,12 +186,12 @@ class TrainerConfig(LoopConfig):
     eval_batch_size: Free[BatchSize] = 256
     """Held-out prompts generated together."""
     dump_rollouts: Free[bool] = True
-    """Write every trajectory to `rollouts/`, a Parquet file a step."""
+    """Write every trajectory to `rollouts/`."""
     export_hf: Free[bool] = True
-    """Write the final policy in Hugging Face format to `export/`."""
+    """Write the final policy to `export/`, in Hugging Face format."""
     look: Free[Literal["auto", "off", "full"]] = "auto"
-    """A first look at two prompts' samples, rewards and times, of a run that begins (docs/recipes.md): auto before a first
-    step that is expected to take over 30 s; full always, and where rewards, tools or the environment ask a server, too."""
+    """First look at two prompts' samples (docs/recipes.md): auto before first steps expected over 30 s; full always,
+    asking servers too."""
 
     def __post_init__(self) -> None:
         if self.auto_micro_batch_size and self.micro_batching == "fixed":
@@ -219,7 +203,7 @@ class ConsoleConfig:
     """`tracker=console`."""
 
     enabled: bool = False
-    """One line a step; progress bars inside long phases where the output is a terminal."""
+    """One line a step; progress bars on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,19 +215,19 @@ class WandbConfig:
     project: str = "skyrl_train"
     """Project name."""
     entity: str | None = None
-    """Team or user; None is your default."""
+    """Team or user; null: yours."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """auto is online where a key is configured, else offline (`wandb sync` uploads later)."""
+    """auto: online with a key, else offline (`wandb sync` uploads later)."""
     tags: tuple[str, ...] = ()
-    """Shown with the run, to find it by."""
+    """Labels of the run."""
     group: str | None = None
-    """Runs of one group are shown together."""
+    """Group of runs shown together."""
     notes: str = ""
-    """Text shown with the run."""
+    """Text shown with it."""
     samples: NonNegativeInt = 10
-    """Rollouts of each evaluation in a table, with prompts, responses and rewards; 0 hands over none."""
+    """Rollouts per evaluation in a table; 0: none."""
     git: bool = False
-    """Show the commit of the folder that the run was started in, and whether files differed from it."""
+    """Show the start folder's commit, and whether files differed."""
     console: bool = False
     """Hand over `run.log`, which has no secrets."""
 
@@ -253,7 +237,7 @@ class TensorboardConfig:
     """`tracker=tensorboard`."""
 
     enabled: bool = False
-    """Write event files to `tensorboard/` in the output folder."""
+    """Write to `tensorboard/` in the output folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,13 +245,13 @@ class TrackioConfig:
     """`tracker=trackio`, with the extra `trackio`."""
 
     enabled: bool = False
-    """Log to Trackio, on this machine unless `space` is stated; `trackio show` opens its dashboard."""
+    """Log on this machine unless `space` is stated; `trackio show` opens it."""
     project: str = "skyrl_train"
     """Project name."""
     group: str | None = None
-    """Runs of one group are shown together."""
+    """Group of runs shown together."""
     space: str | None = None
-    """A Hugging Face Space, e.g. `me/runs`, in place of this machine."""
+    """Hugging Face Space instead, such as `me/runs`."""
     samples: NonNegativeInt = 10
     """As `tracker.wandb.samples`."""
 
@@ -281,43 +265,42 @@ class MlflowConfig:
     experiment: str = "skyrl_train"
     """Experiment name."""
     uri: str = ""
-    """Where to log, e.g. `http://127.0.0.1:5000`; empty is what MLFLOW_TRACKING_URI says, else `mlflow/` in the output
-    folder."""
+    """Such as `http://127.0.0.1:5000`; empty: MLFLOW_TRACKING_URI, else `mlflow/` in the output folder."""
     samples: NonNegativeInt = 10
     """As `tracker.wandb.samples`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertsConfig:
-    """`alerts`: told once where it begins to hold, as a warning, by trackers that have alerts, and to functions of yours."""
+    """`alerts`: told once where it begins to hold: as a warning, by trackers that have alerts, and to custom
+    functions."""
 
     stalled_after_s: NonNegativeFloat = 0.0
     """Seconds without a finished step; 0 does not watch."""
     failed: bool = False
-    """The run ends in its steps by an error, or loses a worker, after which it may go on."""
+    """The run fails, or loses a worker."""
     entropy_below: Annotated[float, Range(0.0)] | None = None
-    """`policy/entropy`, in nats: the policy collapses."""
+    """`policy/entropy`, nats: the policy collapses."""
     reward_below: float | None = None
     """`reward/mean`."""
     reward_above: float | None = None
     """`reward/mean`: too good to be true."""
     length_below: Annotated[float, Range(0.0)] | None = None
-    """`response_length/mean`, in tokens."""
+    """`response_length/mean`, tokens."""
     length_above: Annotated[float, Range(0.0)] | None = None
-    """`response_length/mean`, in tokens."""
+    """`response_length/mean`, tokens."""
     failures_above: Annotated[float, Range(0.0, 1.0)] | None = None
     """`failures/fraction`."""
     mismatch_above: Annotated[float, Range(0.0, 1.0)] | None = 0.3
-    """`mismatch/ratio_outside_10_percent`, where no token is of older weights: engine and trainer compute differently."""
+    """`mismatch/ratio_outside_10_percent` without older weights: engine and trainer compute differently."""
     mismatch_growth_above: PositiveFloat | None = 10.0
-    """How many times that of the first five steps, or 0.001 nats, the mean of `mismatch/logprob_diff` is by now."""
+    """Mean `mismatch/logprob_diff` over that of the first five steps, or 0.001 nats."""
     kl_at_lr_0_above: Annotated[float, Range(0.0)] | None = 0.01
-    """`policy/approx_kl` of a step whose learning rate was 0."""
+    """`policy/approx_kl` at learning rate 0."""
     findings: bool = True
-    """What the rules of `skyrl-doctor` find in the run so far and call a problem: after 20 steps, and each time that
-    there are twice as many."""
+    """Problems that `skyrl-doctor` finds, after 20 steps and each doubling."""
     on_alert: tuple[Annotated[PartSpec, ALERTS], ...] = ()
-    """Functions that are called with each alert (`telemetry/alerts.py: Alert`), which may send a message, say."""
+    """Functions called with each (`telemetry/alerts.py: Alert`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,9 +308,9 @@ class PrometheusConfig:
     """`tracker=prometheus`, with the extra `prometheus`."""
 
     enabled: bool = False
-    """Serve the last record's metrics under `http://127.0.0.1:PORT/metrics`, to this machine alone."""
+    """Serve the last metrics at `http://127.0.0.1:PORT/metrics`, to this machine alone."""
     port: Annotated[int, Range(0, 65535)] = 9464
-    """0 takes any that is free; the console says which."""
+    """0: any free one, which the console names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +335,7 @@ class TrackerConfig:
     )
     """An endpoint for Prometheus."""
     custom: tuple[Annotated[PartSpec, TRACKERS], ...] = ()
-    """Custom trackers, e.g. `[{_target_: my_code:Lines, name: x}]`: each is made with the run's folder."""
+    """Such as `[{_target_: my_code:Lines, name: x}]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,17 +347,13 @@ class RolloutsConfig:
         "policy_logprobs",
         "reference_logprobs",
     )
-    """What is written of each token beside its id, mask, version and the engine's log-probability, where a step has it.
-    `entropies` makes scoring compute them: in the policy's forward where there is one, else by one of their own. Replay
-    reads none of these."""
+    """Written of each token beside id, mask, version and the engine's log-probability; `entropies` may cost a forward."""
     columns_dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: they are rounded to it, and the file says so."""
+    """bfloat16 rounds them."""
     keep_last: NonNegativeInt = 0
-    """Training steps, and evaluations with them, whose rollouts stay; older ones are deleted. No resume reads them, but
-    neither replay nor anything else does then. Those of steps that failed stay. 0 keeps all."""
+    """Steps whose rollouts stay; deleted ones cannot be replayed, failed steps stay. 0 keeps all."""
     sample_fraction: Annotated[float, Range(0.0, 1.0, exclusive_min=True)] = 1.0
-    """Share of a training step's prompts whose rollouts are written, the same prompts whenever they come again. Below 1
-    the run cannot be replayed."""
+    """Share of prompts whose rollouts are written, always the same; below 1 nothing can be replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,26 +361,22 @@ class PlanConfig:
     """`plan`: read by `python -m skyrl_train.plan` only."""
 
     lengths: str = ""
-    """Recorded rollouts (a file of them, or a run's `rollouts/`) whose lengths the plan is made for; empty guesses."""
+    """Recorded rollouts (a file, or a run's `rollouts/`) with the lengths; empty guesses."""
     num_train_prompts: NonNegativeInt = 0
-    """How many training prompts there are, where the data is not on this machine; 0 counts them."""
+    """Training prompts, if the data is elsewhere; 0 counts them."""
     device_memory_gb: NonNegativeFloat = 0.0
-    """Memory of one device in GB (10^9 bytes): the plan then shows what each pass holds and the largest micro-batch that
-    fits. 0 leaves memory out."""
+    """One device's memory in GB (10^9 bytes), for the largest micro-batch that fits; 0 leaves memory out."""
     architecture: str = ""
-    """A model whose sizes stand for those of `model.path` where its config.json is not on this machine: a folder with
-    one, or the name of a well-known model, e.g. `Qwen2.5-7B`."""
+    """Sizes in place of `model.path`, without its config.json: a folder, or a name such as `Qwen2.5-7B`."""
     rates: str = ""
-    """The folder of a run whose `metrics.jsonl` says how fast one rank, with its share of the engines, is: the plan then
-    shows the time of each phase, and device-hours, by it. Recorded rollouts there are the lengths, unless `plan.lengths`
-    says others. Empty: a CPU's rates are measured in a few seconds, once, and a GPU's are reckoned from its data sheet.
-    none: no time is predicted."""
+    """Folder of a run with speeds (`metrics.jsonl`), and lengths unless `plan.lengths` has some. Empty: measured on a
+    CPU, from the data sheet for a GPU. none: no times."""
     generated_tokens_per_second: NonNegativeFloat = 0.0
-    """Tokens that the engines of one rank sample, in place of a measured rate; 0 states none."""
+    """Tokens sampled by one rank's engines; 0: as measured."""
     scored_tokens_per_second: NonNegativeFloat = 0.0
-    """Positions that one rank computes in forwards alone; 0 is three times what it trains, or as measured."""
+    """Positions of one rank's forwards; 0: three times what it trains, or as measured."""
     trained_tokens_per_second: NonNegativeFloat = 0.0
-    """Positions that one rank computes in forwards and backwards; 0 states none."""
+    """Positions of one rank's forwards and backwards; 0: as measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,18 +384,17 @@ class RunConfig:
     """What every kind of run depends on: reinforcement learning's `Config`, and `SFTConfig`."""
 
     run_name: Free[str] = "skyrl_train"
-    """Shown by trackers and in the output folder's name."""
+    """Shown by trackers, and in the output folder's name."""
     seed: Forks[Annotated[int, Range(0)]] = 0
     """Every random choice is derived from it."""
     deterministic: LayoutOnly[bool] = False
-    """On GPUs, take only kernels whose result does not vary from call to call, in training and in vLLM: a resumed run is
-    then identical, as it always is on a CPU. Slower; without it rounding may differ, but not data, prompts and seeds."""
+    """Only repeatable GPU kernels, slower: a resumed run is identical, as on a CPU; otherwise rounding differs."""
     output_dir: Free[str] = "outputs"
-    """Where the run writes; Hydra's run folder unless stated (`hydra.run.dir=...` moves it)."""
+    """Where the run writes; Hydra's run folder unless stated."""
     output_access: Free[Literal["owner", "umask"]] = "owner"
-    """Who may read a new run folder and its files. owner: its owner alone (0700, 0600); umask: as the system says."""
+    """Readers of a new run folder. owner: its owner (0700, 0600); umask: as the system says."""
     derived: Free[tuple[str, ...]] = ()
-    """What nobody stated and follows from the model and the machine, and why: lines that the composition fills in."""
+    """What follows from model and machine, and why; filled in."""
     platform: LayoutOnly[PlatformConfig] = field(default_factory=PlatformConfig)
     """What the machine offers."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -434,7 +408,7 @@ class RunConfig:
     alerts: Free[AlertsConfig] = field(default_factory=AlertsConfig)
     """What somebody is told of."""
     sweep_metric: Free[str] = "eval/accuracy"
-    """The metric whose last value a sweeper (`-m`) is given of each run (docs/metrics.md)."""
+    """Metric whose last value a sweeper (`-m`) is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

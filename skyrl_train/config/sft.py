@@ -46,33 +46,33 @@ class SFTDataConfig(SourcesConfig):
     """`data` (`sft_data=`): examples to learn from, and held-out ones."""
 
     weights: Forks[tuple[Weight, ...]] = ()
-    """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, alternating); empty is once."""
+    """Uses of each entry's rows per epoch (0.5: half, alternating); empty: once."""
     max_train_rows: Free[NonNegativeInt] = 0
-    """Read only the first so many training rows; 0 is all."""
+    """The first so many; 0 is all."""
     max_validation_rows: Free[NonNegativeInt] = 0
-    """Read only the first so many rows of each held-out set; 0 is all."""
+    """The first so many of each held-out set; 0 is all."""
     format: Free[Literal["auto", "chat", "prompt_completion", "alpaca", "text"]] = "auto"
-    """Which columns rows have; auto looks at each row."""
+    """Columns of rows; auto looks at each row."""
     prompt_column: Free[str] = "prompt"
-    """Column with the prompt (text or messages), with dots into nested ones."""
+    """Prompt (text or messages), dots into nested columns."""
     completion_column: Free[str] = "completion"
-    """Column with the answer (text or messages), e.g. `answer` or `extra_info.answer`."""
+    """Answer (text or messages), such as `extra_info.answer`."""
     chat_template: Free[bool] = True
-    """Prompt and answer given as texts become chat messages. false: they are trained as plain text."""
+    """Texts become chat messages; false: plain text."""
     template_kwargs: Free[Mapping[str, Any]] = field(default_factory=dict)
-    """Handed to the chat template, e.g. `{enable_thinking: false}`."""
+    """For the chat template, such as `{enable_thinking: false}`."""
     loss_on: Free[Literal["last", "all"]] = "all"
-    """Of a conversation, train on the assistant's last message or on all of them."""
+    """Train on a conversation's last assistant message, or all."""
     max_length: Forks[PositiveInt] = 1024
-    """Tokens of an example. A longer one is handled by `over_long`."""
+    """Tokens of an example."""
     over_long: Forks[Literal["truncate", "drop", "error"]] = "truncate"
-    """What becomes of a longer example: cut, left out, or refused before training. Counted in any case."""
+    """Longer examples are cut, left out, or refused before training; counted."""
     incomplete_step: Forks[Literal["keep", "drop", "wrap"]] = "wrap"
-    """What is left of an epoch and fills no step: a short step, left out, or filled up from the next epoch."""
+    """An epoch's remainder: a short step, left out, or filled from the next epoch."""
     cache: Free[bool] = True
-    """Keep tokenised sources on disk, for later runs and for those that run at the same time."""
+    """Keep tokenised sources on disk for other runs."""
     cache_dir: Free[str] = ""
-    """Where; empty is `$SKYRL_TRAIN_CACHE`, or `skyrl_train` in the user's cache folder."""
+    """Where; empty: `$SKYRL_TRAIN_CACHE`, or `skyrl_train` in the user's cache folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,33 +89,33 @@ class SFTTrainerConfig(LoopConfig):
     num_epochs: EndsSchedule[PositiveInt] = 1
     """Passes over the training examples, where `num_steps` is 0."""
     batch_size: Forks[BatchSize] = 32
-    """Examples per optimizer step, over all ranks and micro-batches."""
+    """Examples per optimizer step, in all."""
     tokens_per_step: Forks[NonNegativeInt] = 0
-    """Instead: as many examples per optimizer step as hold at most so many tokens; 0 is off."""
+    """Instead: as many examples as hold at most so many tokens; 0 is off."""
     pad_to_multiple_of: CutsRows[PositiveInt] = 1
-    """Fill rows up to a multiple of so many tokens; counted against the caps."""
+    """Fill rows to a multiple of so many tokens, which count against caps."""
     async_batch_collation: Free[bool] = True
-    """Make the next batch on a thread while the current one trains. The batches are the same either way."""
+    """Make the next batch on a thread; batches are the same."""
     optimizer: Forks[OptimizerConfig] = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
     """Optimizer and learning-rate schedule."""
     eval_batch_size: Free[BatchSize] = 64
     """Held-out examples scored together."""
     eval_samples: Free[NonNegativeInt] = 0
-    """Answers to generate at each evaluation, from the first examples of each held-out set; they go to `samples/`."""
+    """Answers per evaluation, from each held-out set's first examples, into `samples/`."""
     eval_sampling: Annotated[Free[SamplingConfig], ReadWith(".eval_samples")] = field(
         default_factory=lambda: SamplingConfig(temperature=0.0)
     )
     """How they are sampled; greedy unless stated."""
     eval_sample_timeout_s: Annotated[Free[Seconds], ReadWith(".eval_samples")] = 600.0
-    """Deadline for generating the samples of one evaluation."""
+    """Deadline of one evaluation's samples."""
     early_stopping_patience: Free[NonNegativeInt] = 0
     """Stop after so many evaluations without a lower loss; 0 is off."""
     early_stopping_min_delta: Annotated[Free[NonNegativeFloat], Of(".early_stopping_patience")] = 0.0
-    """A lower loss counts from this difference on."""
+    """Smallest decrease that counts."""
     keep_best: Free[bool] = False
-    """Keep the checkpoint with the lowest held-out loss in `best/`."""
+    """Keep the checkpoint of lowest held-out loss in `best/`."""
     export: Free[Literal["last", "best", "none"]] = "last"
-    """Which weights to write in Hugging Face format to `export/` at the end."""
+    """Weights to write to `export/` at the end, in Hugging Face format."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ from skyrl_train.system import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch
 
 DECLARED_METRICS = """
-curriculum/tried | count | Prompts whose solve rate has been measured. | with `data.curriculum`
-curriculum/resting | count | Of them, those that are left out for now. | with `data.curriculum`
-curriculum/new_fraction | share | Prompts of the batch that were never tried before. | with `data.curriculum`
-curriculum/expected_solve_rate | share | Mean solve rate that was expected of the others. | where there are others
+curriculum/tried | count | Prompts with a measured solve rate. | with `data.curriculum`
+curriculum/resting | count | Those left out for now. | with `data.curriculum`
+curriculum/new_fraction | share | Prompts of the batch never tried before. | with `data.curriculum`
+curriculum/expected_solve_rate | share | Mean solve rate expected of the others. | where there are others
 """
 
 SolveRates = Mapping[str, tuple[float, int]]

@@ -12,12 +12,10 @@ from typing import Any
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
 DECLARED_METRICS = """
-engines/cache_hits | share | Tokens of prompts whose keys and values the engine had from earlier requests. | where the
-    engine says so (vLLM)
-engines/balance | share | Tokens that the least busy engine served, of those of the busiest. | with several engines
+engines/cache_hits | share | Prompt tokens with cached keys and values. | where the engine says so (vLLM)
+engines/balance | share | Tokens of the least busy engine over those of the busiest. | with several engines
 engines/serving | count | Engines that serve. | engines on Ray
-engines/requests_moved | count | Requests that were asked for again elsewhere, since their engine died. | engines on
-    Ray
+engines/requests_moved | count | Requests of dead engines, asked elsewhere. | engines on Ray
 """
 
 _BLOCK_TOKENS = 32

@@ -26,8 +26,7 @@ from skyrl_train.registry import part_name
 from skyrl_train.telemetry import Mean, StepMetrics, later
 
 DECLARED_METRICS = """
-loss/value | | The critic's loss of an optimizer step. | with a critic | verl `critic/vf_loss`; SkyRL
-    `critic/critic_loss`
+loss/value | | The critic's loss. | with a critic | verl `critic/vf_loss`; SkyRL `critic/critic_loss`
 """
 
 

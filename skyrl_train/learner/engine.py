@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DECLARED_METRICS = """
-{policy,critic}/grad_norm | | Norm of the gradient before clipping: mean over the step's optimizer steps. | | TRL
-    `grad_norm`; verl `actor/grad_norm`, `critic/grad_norm`; SkyRL `policy/raw_grad_norm`
-{policy,critic}/lr | | Learning rate of the last optimizer step. | | TRL `learning_rate`; verl `actor/lr`,
-    `critic/lr`; SkyRL `policy/policy_lr`
+{policy,critic}/grad_norm | | Mean gradient norm before clipping. | | TRL `grad_norm`; verl `actor/grad_norm`,
+    `critic/grad_norm`; SkyRL `policy/raw_grad_norm`
+{policy,critic}/lr | | Last learning rate. | | TRL `learning_rate`; verl `actor/lr`, `critic/lr`; SkyRL
+    `policy/policy_lr`
 """
 
 

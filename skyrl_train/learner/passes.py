@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DECLARED_METRICS = """
-layout/{policy,critic}_{positions,tokens} | tokens | Positions that forwards with a gradient computed, padding
-    included, and tokens of the rows. | reinforcement learning
+layout/{policy,critic}_{positions,tokens} | tokens | Positions with a gradient, padding included; tokens of rows. |
+    reinforcement learning
 layout/{policy,critic}_forwards_{padded,packed,prefix_shared} | count | Forwards with a gradient, by layout. |
     reinforcement learning
-layout/{policy,critic}_turns_{merged,apart} | count | Turns that share a row with the turn they continue, and turns
-    that do not. | where turns are merged
+layout/{policy,critic}_turns_{merged,apart} | count | Turns sharing a row with their predecessor, and others. | where
+    turns are merged
 """
 
 T = TypeVar("T")

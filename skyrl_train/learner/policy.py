@@ -40,11 +40,11 @@ from skyrl_train.parts import POLICY_LOSSES
 from skyrl_train.telemetry import Mean, StepMetrics, later
 
 DECLARED_METRICS = """
-loss/{total,policy,kl,entropy} | | The loss of an optimizer step, and its parts without their coefficients: means over
-    the step's optimizer steps. | reinforcement learning; parts where they are used | TRL `loss`; verl
-    `actor/pg_loss`, `actor/kl_loss`; SkyRL `policy/final_loss`, `policy/policy_loss`
-policy/entropy | nats | Mean entropy of the distributions that trained tokens are drawn from. | | TRL `entropy`; verl
-    `actor/entropy`; SkyRL `policy/policy_entropy`
+loss/{total,policy,kl,entropy} | | Loss and its parts without coefficients: means over optimizer steps. | reinforcement
+    learning, parts in use | TRL `loss`; verl `actor/pg_loss`, `actor/kl_loss`; SkyRL `policy/final_loss`,
+    `policy/policy_loss`
+policy/entropy | nats | Mean entropy of trained tokens' distributions. | | TRL `entropy`; verl `actor/entropy`; SkyRL
+    `policy/policy_entropy`
 """
 
 

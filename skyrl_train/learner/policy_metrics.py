@@ -11,9 +11,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.telemetry import Max, Mean, StepMetrics, later
 
 DECLARED_METRICS = """
-policy/rollout_logprob_diff{,_max} | nats | Mean and largest size of the trainer's minus the engine's log-probability,
-    as the update saw it. | where the engine gives log-probabilities | SkyRL
-    `policy/rollout_train_logprobs_abs_diff_mean`
+policy/rollout_logprob_diff{,_max} | nats | Mean and largest difference of trainer's and engine's log-probability, in
+    the update. | with engine log-probabilities | SkyRL `policy/rollout_train_logprobs_abs_diff_mean`
 """
 
 

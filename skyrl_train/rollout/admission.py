@@ -38,19 +38,17 @@ from typing import Any, Literal
 from skyrl_train.system.files import whole_number
 
 DECLARED_METRICS = """
-stream/in_flight | count | Groups that had not finished when the batch closed. | with `trainer.max_staleness`
-stream/ready | count | Groups that had finished and were left. | with `trainer.max_staleness`
-stream/dropped_<reason> | count | Groups dropped since the batch before: `filtered`, `failed`, `rejected`, `stale`,
-    `surplus` (`docs/async.md`). | where there are any
-stream/copies | count | Groups of the batch that are copies of others. | with `dynamic_sampling=replace`, where there are
-    any
-stream/response_length/{taken,surplus} | tokens | Mean length of the batch's trajectories, and of those that had
-    finished and were dropped for others. | where some were dropped
-timing/group/{taken,dropped} | s | Mean time of a group of the batch, and of those dropped for others. | where some
-    were dropped
-timing/wait/rollouts | s | The learner's wait for its batch, within `timing/generate`. | with `trainer.max_staleness`
-    | SkyRL `timing/wait_for_generation_buffer`
-timing/wait/admission | s | Time in which no group was in flight, since all that may begin had finished. | with
+stream/in_flight | count | Groups unfinished when the batch closed. | with `trainer.max_staleness`
+stream/ready | count | Groups finished and left. | with `trainer.max_staleness`
+stream/dropped_<reason> | count | Groups dropped since the last batch: `filtered`, `failed`, `rejected`, `stale`,
+    `surplus` (`docs/async.md`). | where any
+stream/copies | count | Groups that are copies of others. | with `dynamic_sampling=replace`
+stream/response_length/{taken,surplus} | tokens | Mean length of the batch's trajectories, of surplus ones. | where
+    dropped
+timing/group/{taken,dropped} | s | Mean time of a group, and of dropped ones. | where dropped
+timing/wait/rollouts | s | The learner's wait within `timing/generate`. | with `trainer.max_staleness` | SkyRL
+    `timing/wait_for_generation_buffer`
+timing/wait/admission | s | Time without groups in flight: all that may begin had finished. | with
     `trainer.max_staleness`
 """
 

@@ -34,8 +34,8 @@ from skyrl_train.types import (
 )
 
 DECLARED_METRICS = """
-tools/{calls,failed,malformed} | count | Calls of tools in a trajectory, of which a tool failed, of which could not be
-    read: means. | with `environment.tools` | TRL `tools/call_frequency`, `tools/failure_frequency` (of the calls)
+tools/{calls,failed,malformed} | count | Tool calls of a trajectory, failed ones, unreadable ones: means. | with
+    `environment.tools` | TRL `tools/call_frequency`, `tools/failure_frequency` (of the calls)
 """
 
 

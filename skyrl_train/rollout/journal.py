@@ -55,8 +55,8 @@ from skyrl_train.types import (
 )
 
 DECLARED_METRICS = """
-stream/resumed_{whole,state,replay} | count | Environments of a run before that came back so. | after a resumed stream
-stream/restarted_<reason> | count | Those that did not, whose trajectory began anew. | after a resumed stream
+stream/resumed_{whole,state,replay} | count | Environments that came back so. | after a resumed stream
+stream/restarted_<reason> | count | Those that did not: their trajectory restarted. | after a resumed stream
 """
 
 FILE = "journal.jsonl"

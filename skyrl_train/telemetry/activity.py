@@ -12,13 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 DECLARED_METRICS = """
-timing/wait/environments | s | Waits of trajectories for an answer of their environment, tools or reward functions,
-    added up over trajectories. | where rollouts are made
-timing/wait/environments_alone | share | Of these seconds, those in which the engine computed nothing. | where there
-    were such waits
-timing/engine/busy | s | Time in which the engine computed. | where rollouts are made
-timing/group/max | s | From the begin of a group of samples to its end: the longest that ended, evaluations aside. |
-    where a group ended
+timing/wait/environments | s | Waits for environments, tools or rewards, summed over trajectories. | with rollouts
+timing/wait/environments_alone | share | Of these seconds, those of an idle engine. | where any
+timing/engine/busy | s | Time in which the engine computed. | with rollouts
+timing/group/max | s | The longest group of samples, evaluations aside. | where one ended
 """
 
 Span = tuple[float, float]

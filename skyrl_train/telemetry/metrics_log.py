@@ -18,10 +18,9 @@ from skyrl_train.errors import DataError
 from skyrl_train.system.files import bring_to_disk, sync_folder, write_atomically
 
 DECLARED_METRICS = """
-step | count | Training steps that are finished; 0 is the evaluation before the first. | | TRL `step`; verl
-    `training/global_step`; SkyRL `trainer/global_step`
-metrics/non_finite | count | Values of the record that were NaN or infinite, which are null in `metrics.jsonl`. |
-    where there are any
+step | count | Finished training steps; 0 is the evaluation before. | | TRL `step`; verl `training/global_step`; SkyRL
+    `trainer/global_step`
+metrics/non_finite | count | NaN or infinite values: null in `metrics.jsonl`. | where any
 """
 
 

@@ -40,27 +40,22 @@ from skyrl_train.trainers.step_timer import StepTimer
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
 
 DECLARED_METRICS = """
-timing/step | s | The whole step, from the end of the one before. | | TRL `step_time`; verl `timing_s/step`; SkyRL
-    `timing/step`
-timing/{generate,assemble,score,estimate,update,sync} | s | The phases of reinforcement learning
-    (`docs/architecture.md`). | reinforcement learning | verl `timing_s/gen`, `timing_s/old_log_prob`, `timing_s/adv`,
-    `timing_s/update_actor`; SkyRL `timing/generate`, `timing/policy_train`, `timing/sync_weights`
-timing/{collate,sample} | s | Waiting for the examples of the step; sampling answers at an evaluation. | supervised
-    training
-timing/{load,evaluate,log,record,checkpoint} | s | Loading a checkpoint, evaluation, metrics and rollouts on their way
-    to disk, the record and the checkpoint of the step before. | where the phase ran | verl `timing_s/testing`,
-    `timing_s/save_checkpoint`
-timing/capsule | s | What is kept of the step so that it can be executed again. | `trainer.capsules` above 0
-timing/wait/checkpoint | s | Within `timing/checkpoint`, the wait for the checkpoint before, which was still being written.
-    | where a checkpoint was due, or the run ended
-timing/background/checkpoint | s | How long a checkpoint took to be written beside the steps, hashed, sealed and brought to
-    `checkpoint_url`. | at the step behind which it was seen to be done
-timing/other | s | What no phase covers: the phases and it add up to `timing/step`.
-timing/wait/sync | s | Time in which the engine could not answer because it was given weights. | where weights were
-    synced
-memory/controller_gib | GiB | What the process of the loop holds in the host after the step: models, too, where it has them.
-    | on Linux
-run/restarts | count | How often the run went on by itself after a worker was lost. | from the first on
+timing/step | s | The step, from the last one's end. | | TRL `step_time`; verl `timing_s/step`; SkyRL `timing/step`
+timing/{generate,assemble,score,estimate,update,sync} | s | Phases (`docs/architecture.md`). | reinforcement learning |
+    verl `timing_s/gen`, `timing_s/old_log_prob`, `timing_s/adv`, `timing_s/update_actor`; SkyRL `timing/generate`,
+    `timing/policy_train`, `timing/sync_weights`
+timing/{collate,sample} | s | Waiting for examples; sampling at an evaluation. | supervised training
+timing/{load,evaluate,log,record,checkpoint} | s | Loading, evaluation, metrics and rollouts to disk, record and
+    checkpoint of the step before. | where it ran | verl `timing_s/testing`, `timing_s/save_checkpoint`
+timing/capsule | s | Keeping what executes the step again. | with `trainer.capsules`
+timing/wait/checkpoint | s | Within `timing/checkpoint`, the wait for the last one. | where one was due, or the run
+    ended
+timing/background/checkpoint | s | Writing and uploading a checkpoint beside the steps. | at the step after which it was
+    done
+timing/other | s | The rest of `timing/step`, which no phase covers.
+timing/wait/sync | s | Time in which new weights kept the engine from answering. | where synced
+memory/controller_gib | GiB | Host memory of the loop's process, models too if there. | on Linux
+run/restarts | count | Restarts of the run by itself after a lost worker. | from the first on
 """
 
 Figures = Mapping[str, float]

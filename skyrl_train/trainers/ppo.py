@@ -62,8 +62,7 @@ from skyrl_train.trainers.step_metrics import (
 from skyrl_train.types import RolloutBatch
 
 DECLARED_METRICS = """
-kl/reward_coef | | Weight of the KL in the step's rewards. | with `kl_reward_coef` | verl
-    `actor/reward_kl_penalty_coeff`
+kl/reward_coef | | Weight of the KL in rewards. | with `kl_reward_coef` | verl `actor/reward_kl_penalty_coeff`
 """
 
 

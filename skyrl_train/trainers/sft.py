@@ -35,7 +35,7 @@ from skyrl_train.trainers.observers import StepFacts, StepInputs
 
 DECLARED_METRICS = """
 train/loss | nats | Mean cross-entropy of a trained token. | supervised training | TRL `loss`
-batch/examples | count | Examples of the step. | supervised training
+batch/examples | count | Examples. | supervised training
 """
 
 TRAIN_LOSS = "train/loss"

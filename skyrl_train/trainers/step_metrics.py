@@ -25,58 +25,54 @@ from skyrl_train.trainers.evaluation.evaluate import groups_of, response_length
 from skyrl_train.types import Outcome, RolloutBatch, Trajectory
 
 DECLARED_METRICS = """
-reward/{mean,std,max,min} | reward | Total rewards of trajectories, failed ones left out; `std` is that of the
-    population, over all of them. | | TRL `reward` (`reward_std` is the mean over groups); verl `critic/score/mean`,
-    `/max`, `/min`; SkyRL `reward/avg_raw_reward`
-reward/<name>/{mean,std,max,min} | reward | The same of one reward function, before its weight. | with reward
-    functions | TRL `rewards/<name>/mean`, `rewards/<name>/std`
-group/zero_variance | share | Groups whose samples all have the same reward, and no gradient where samples of a prompt
-    are compared. | groups of two or more | TRL `frac_reward_zero_std`
-env/<name> | | Mean of a number that the environment reports (`get_metrics`), over the trajectories that report it;
-    `env/solved` is their accuracy. | where it is reported | SkyRL `environment/<name>`
+reward/{mean,std,max,min} | reward | Total rewards of trajectories, failed ones left out; `std` of the population. | |
+    TRL `reward` (`reward_std` is the mean over groups); verl `critic/score/mean`, `/max`, `/min`; SkyRL
+    `reward/avg_raw_reward`
+reward/<name>/{mean,std,max,min} | reward | The same of one reward function, unweighted. | with reward functions | TRL
+    `rewards/<name>/mean`, `rewards/<name>/std`
+group/zero_variance | share | Groups of equal rewards, without a gradient where samples are compared. | groups of
+    several | TRL `frac_reward_zero_std`
+env/<name> | | Mean of what the environment reports (`get_metrics`); `env/solved` is accuracy. | where reported | SkyRL
+    `environment/<name>`
 turns/{mean,max} | count | Turns of a trajectory. | | verl `num_turns/mean`, `num_turns/max`
-response_length/{mean,max,min} | tokens | Tokens sampled in a trajectory, all turns together. | | TRL
-    `completions/mean_length`, `/max_length`, `/min_length`; verl `response_length/mean`, ...; SkyRL
-    `generate/avg_num_tokens`, `max_`, `min_`
-context_length/{mean,max} | tokens | Tokens of a trajectory's last turn with all that is before it.
-stop/<reason> | share | Turns that ended so: `stop`, `length` (cut by `max_generate_length`), ... | | TRL
+response_length/{mean,max,min} | tokens | Tokens sampled in a trajectory, all turns. | | TRL `completions/mean_length`,
+    `/max_length`, `/min_length`; verl `response_length/mean`, ...; SkyRL `generate/avg_num_tokens`, `max_`, `min_`
+context_length/{mean,max} | tokens | Tokens of a trajectory's last turn and all before it.
+stop/<reason> | share | Turns that ended so: `stop`, `length` (`max_generate_length`), ... | | TRL
     `completions/clipped_ratio` and verl `response_length/clip_ratio` are `stop/length`
 outcome/<way> | share | Trajectories that ended so: `done`, `truncated`, `max_turns`, `max_context`, ...
-failures/count | count | Trajectories that failed: they are in no mean and no gradient. | | SkyRL
+failures/count | count | Failed trajectories, which are in no mean and no gradient. | | SkyRL
     `generate/num_error_trajectories`
-failures/fraction | share | Failed trajectories of all.
-failures/<kind> | count | Failed trajectories by what broke them (`types.py: FailureKind`). | where there are any
-dataset/<name>/prompts | count | Prompts of one data set of a mix. | with `data.mix`
-dataset/<name>/reward/mean | reward | `reward/mean` of one data set of a mix. | with `data.mix`
-dataset/<name>/response_length/mean | tokens | `response_length/mean` of one data set of a mix. | with `data.mix`
-batch/rows | count | Training rows, padding rows left out.
-batch/tokens | tokens | Tokens of all rows: prompts, observations, responses. | | verl `perf/total_num_tokens`
+failures/fraction | share | Their share of all.
+failures/<kind> | count | The same by cause (`types.py: FailureKind`). | where any
+dataset/<name>/prompts | count | Prompts of one data set. | with `data.mix`
+dataset/<name>/reward/mean | reward | Its `reward/mean`. | with `data.mix`
+dataset/<name>/response_length/mean | tokens | Its `response_length/mean`. | with `data.mix`
+batch/rows | count | Training rows without padding.
+batch/tokens | tokens | Tokens: prompts, observations, responses. | | verl `perf/total_num_tokens`
 batch/trained_tokens | tokens | Those with a loss.
-batch/documents_per_step/{mean,min,max,overshoot} | count | Rollouts of an optimizer step; by how many they exceed
-    `docs_per_step` in the mean. | with `trainer.docs_per_step`
-score/policy_pass_skipped | share | Trained tokens whose log-probabilities before the update were not needed: of the first
-    optimizer step, or all.
-score/rollout_logprobs_used | share | 1 where the engine's log-probabilities stand in their place. | with
-    `proximal=behaviour`
-mismatch/logprob_diff_{mean,max} | nats | Size of the difference between the trainer's and the engine's
-    log-probability of a trained token, before the update. | where the policy scored the batch | TRL
-    `sampling/sampling_logp_difference/mean`, `/max`; verl `training/rollout_probs_diff_mean`, `_max` (of
-    probabilities); SkyRL `policy/rollout_train_logprobs_abs_diff_mean`
-mismatch/ratio_mean | | Mean of the trainer's probability over the engine's. | where the policy scored the batch | TRL
+batch/documents_per_step/{mean,min,max,overshoot} | count | Rollouts of an optimizer step; mean excess over
+    `docs_per_step`. | with `trainer.docs_per_step`
+score/policy_pass_skipped | share | Trained tokens whose log-probabilities before the update were not needed.
+score/rollout_logprobs_used | share | 1 where the engine's log-probabilities stand in. | with `proximal=behaviour`
+mismatch/logprob_diff_{mean,max} | nats | Difference of trainer's and engine's log-probability, before the update. |
+    scored by the policy | TRL `sampling/sampling_logp_difference/mean`, `/max`; verl
+    `training/rollout_probs_diff_mean`, `_max` (of probabilities); SkyRL `policy/rollout_train_logprobs_abs_diff_mean`
+mismatch/ratio_mean | | Mean of the trainer's probability over the engine's. | scored by the policy | TRL
     `sampling/importance_sampling_ratio/mean`
-mismatch/ratio_outside_10_percent | share | Trained tokens whose probabilities differ by more than a tenth. | where
-    the policy scored the batch
-kl/reference | nats | Mean over trained tokens of the chosen estimator of KL(policy || reference), before the update.
-    | where both scored the batch | TRL `kl`; verl `actor/reward_kl_penalty`; SkyRL `policy/policy_kl`
-critic/explained_variance | share | Share of the variance of returns that the critic's values explain, before the
-    update; below 0 they are worse than the mean. | with a critic | verl `critic/vf_explained_var`
-off_policy/age/{mean,max} | count | By how many versions the learner was ahead of the weights that sampled a trained
-    token. | where some may be behind | SkyRL `async/staleness_mean`, `async/staleness_max`
-off_policy/share/age_<n> | share | Trained tokens of that age; from 16 on together. | where some may be behind
-off_policy/in_flight/share | share | Trained tokens before which an update came within their turn. | with
+mismatch/ratio_outside_10_percent | share | Trained tokens whose probabilities differ by over a tenth. | scored by the
+    policy
+kl/reference | nats | Mean estimate of KL(policy || reference) before the update. | where both scored the batch | TRL
+    `kl`; verl `actor/reward_kl_penalty`; SkyRL `policy/policy_kl`
+critic/explained_variance | share | Variance of returns that values explain, before the update; below 0: worse than the
+    mean. | with a critic | verl `critic/vf_explained_var`
+off_policy/age/{mean,max} | count | Versions between the learner and the weights that sampled a token. | with older
+    weights | SkyRL `async/staleness_mean`, `async/staleness_max`
+off_policy/share/age_<n> | share | Trained tokens of that age; from 16 on together. | with older weights
+off_policy/in_flight/share | share | Trained tokens after an update within their turn. | with
     `trainer.in_flight_updates`
-timing/tokens_per_s | tokens/s | `batch/tokens` over `timing/step`; in supervised training over collation and update.
-    | | verl `perf/throughput` (per GPU)
+timing/tokens_per_s | tokens/s | `batch/tokens` over `timing/step` (supervised: collation and update). | | verl
+    `perf/throughput` (per GPU)
 timing/generated_tokens_per_s | tokens/s | `batch/trained_tokens` over `timing/generate`. | reinforcement learning
 """
 

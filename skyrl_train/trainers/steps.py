@@ -56,7 +56,7 @@ from skyrl_train.telemetry import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
 DECLARED_METRICS = """
-policy/entropy_coef | | Weight of the entropy bonus that the controller chose. | with `entropy_controller=adaptive`
+policy/entropy_coef | | Weight of the entropy bonus. | with `entropy_controller=adaptive`
 """
 
 Progress = Callable[[int, int], None]

@@ -98,7 +98,7 @@ def clip_cov(
     BatchError for malformed inputs.
 
     Args:
-        share: Share of a turn's tokens whose gradient is stopped, at least one where any qualifies.
+        share: Share of a turn's tokens whose gradient is stopped.
         low: Smallest covariance that qualifies.
         high: Largest covariance that qualifies.
     """
@@ -125,8 +125,8 @@ def kl_cov(
     slope 0 (`kl.absolute_value`). Raises BatchError for malformed inputs.
 
     Args:
-        share: Share of a turn's tokens with the largest covariance that get the KL penalty, at least one.
-        coef: Weight of that penalty.
+        share: Share of a turn's tokens, of largest covariance, that get the KL penalty.
+        coef: Its weight.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask

@@ -16,7 +16,7 @@ from skyrl_train.telemetry import Mean, later
 DECLARED_METRICS = """
 critic/value_loss | | Half the squared distance of values from returns. | with a critic | verl `critic/vf_loss`; SkyRL
     `critic/critic_loss`
-critic/abs_error | reward | Mean distance of values from returns. | with a critic
+critic/abs_error | reward | Mean distance. | with a critic
 critic/value | reward | Mean value. | with a critic | verl `critic/vpred_mean`; SkyRL `critic/values_mean`
 critic/clip_fraction | share | Values that clipping changed. | with a critic | verl `critic/vf_clipfrac`; SkyRL
     `critic/values_clipfrac`
@@ -45,7 +45,7 @@ def value_loss(inputs: ValueLossInputs, _config: AlgorithmConfig, *, value_clip:
     all terms are. Raises BatchError for malformed inputs.
 
     Args:
-        value_clip: New values are clipped to within this of the old ones; 0 is off.
+        value_clip: Clip new values to within this of the old; 0 is off.
     """
     shape = require_rows("values", inputs.values)
     for name in ("values", "old_values", "returns"):

@@ -31,19 +31,17 @@ from skyrl_train.config.algorithm import OffPolicyConfig
 from skyrl_train.telemetry import Max, Mean, Metric, later
 
 DECLARED_METRICS = """
-off_policy/{ratio,weight} | | Mean over trained tokens of trainer over engine, and of the weight made of it. | with
-    `off_policy.weight` or masks | verl `rollout_corr/rollout_is_mean`
-off_policy/weights_bounded_fraction | share | Tokens whose weight a bound changed. | with `off_policy.weight` or masks
-off_policy/turns_{left_out,under_low,over_high}_fraction | share | Turns without a gradient: in all, those under the
-    lower bound, those over the upper. | with `off_policy.weight` or masks | verl
-    `rollout_corr/rollout_rs_masked_fraction`
-off_policy/{numerics,staleness,drift,unattributed}_{mean,abs_mean,abs_max} | nats | What the difference to the
-    engine's log-probabilities is made of: numerics, older weights, updates of this step, what cannot be told
-    (`docs/algorithms.md`). | where the engine gives log-probabilities
-off_policy/{abs,k1,kl,drift}/age_<n> | nats | By age of the token: mean size of the difference before the update,
-    estimators k1 and k3 of KL(behaviour || proximal), size of the drift. | where some are behind
-off_policy/in_flight/cache_distance{,_max} | nats | What keys and values of older weights make of a log-probability. |
-    with `trainer.in_flight_updates`
+off_policy/{ratio,weight} | | Means of trainer over engine, and of the weight made of it. | with weights or masks | verl
+    `rollout_corr/rollout_is_mean`
+off_policy/weights_bounded_fraction | share | Tokens whose weight a bound changed. | with weights or masks
+off_policy/turns_{left_out,under_low,over_high}_fraction | share | Turns without a gradient: all, under the lower bound,
+    over the upper. | with weights or masks | verl `rollout_corr/rollout_rs_masked_fraction`
+off_policy/{numerics,staleness,drift,unattributed}_{mean,abs_mean,abs_max} | nats | Parts of the difference to the
+    engine's log-probabilities (`docs/algorithms.md`). | with engine log-probabilities
+off_policy/{abs,k1,kl,drift}/age_<n> | nats | By token age: size of difference, k1 and k3 of KL(behaviour || proximal),
+    size of drift. | with older weights
+off_policy/in_flight/cache_distance{,_max} | nats | What older keys and values make of a log-probability. | with
+    `trainer.in_flight_updates`
 """
 
 

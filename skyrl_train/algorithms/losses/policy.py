@@ -24,8 +24,8 @@ from skyrl_train.registry import Reads, part_name
 from skyrl_train.telemetry import Mean, Metric
 
 DECLARED_METRICS = """
-off_policy/negatives_left_out_fraction | share | Tokens of negative advantage left out since they moved too far. |
-    with `off_policy.negative_kl_max`
+off_policy/negatives_left_out_fraction | share | Tokens of negative advantage left out. | with
+    `off_policy.negative_kl_max`
 """
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyLossInputs", "PolicyLossOutput", "policy_loss"]

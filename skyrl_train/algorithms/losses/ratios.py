@@ -12,21 +12,19 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.telemetry import Max, Mean, Metric, Min, later
 
 DECLARED_METRICS = """
-policy/ratio | | Mean over trained tokens of the probability over that before the update. | losses with a ratio
+policy/ratio | | Mean probability over that before the update. | losses with a ratio
 policy/ratio_{min,max} | | Its extremes. | `cispo`
 policy/approx_kl | nats | Estimator k3 of KL(before || after the update). | losses with a ratio | verl `actor/ppo_kl`
     (k1)
-policy/clip_fraction | share | Tokens (sequences, where these have one ratio) that clipping changed. | losses that
-    clip | TRL `clip_ratio/region_mean`; verl `actor/pg_clipfrac`; SkyRL `policy/ppo_clip_ratio`
-policy/dual_clip_fraction | share | Tokens that the second bound of negative advantages changed. | `dual_clip` | verl
-    `actor/pg_clipfrac_lower`
-policy/ratio_clamped_{low,high}_fraction | share | Tokens whose weight was at its lower or upper bound. | `cispo` |
-    TRL `cispo_clip_ratio`
-policy/covariance_fraction | share | Tokens whose covariance was high enough to be treated apart. | `clip_cov`,
-    `kl_cov`
+policy/clip_fraction | share | Tokens (sequences, with one ratio) that clipping changed. | losses that clip | TRL
+    `clip_ratio/region_mean`; verl `actor/pg_clipfrac`; SkyRL `policy/ppo_clip_ratio`
+policy/dual_clip_fraction | share | Tokens that the second bound changed. | `dual_clip` | verl `actor/pg_clipfrac_lower`
+policy/ratio_clamped_{low,high}_fraction | share | Tokens with their weight at a bound. | `cispo` | TRL
+    `cispo_clip_ratio`
+policy/covariance_fraction | share | Tokens of high covariance, treated apart. | `clip_cov`, `kl_cov`
 policy/gate | | Mean weight of a token's gradient. | `sapo`, `vespo`
-policy/divergence | nats | Mean divergence that `dppo` compares with its bound. | `dppo`
-policy/nll | nats | Mean negative log-probability of a trained token. | `reinforce`, `cross_entropy`
+policy/divergence | nats | Mean divergence that is bounded. | `dppo`
+policy/nll | nats | Mean negative log-probability. | `reinforce`, `cross_entropy`
 """
 
 

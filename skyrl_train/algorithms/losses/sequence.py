@@ -134,10 +134,10 @@ def vespo(
     for length. Raises BatchError for malformed inputs.
 
     Args:
-        k_pos: Power of the sequence's weight for advantages of at least 0.
-        lambda_pos: Rate at which larger weights are damped, for the same.
-        k_neg: Power of the sequence's weight for negative advantages.
-        lambda_neg: Rate at which larger weights are damped, for the same.
+        k_pos: Power of the sequence's weight, advantages from 0.
+        lambda_pos: Damping of larger weights, advantages from 0.
+        k_neg: Power of the sequence's weight, negative advantages.
+        lambda_neg: Damping of larger weights, negative advantages.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask

@@ -119,7 +119,7 @@ def dppo(
     Raises BatchError for malformed inputs.
 
     Args:
-        divergence: Total variation or KL divergence between the two outcomes token and not this token.
+        divergence: Total variation or KL of this token against all others.
         max_ratio: Importance weights are truncated here.
     """
     check_policy_loss_inputs(inputs)
@@ -186,7 +186,7 @@ def dro(
     BatchError for malformed inputs.
 
     Args:
-        beta: Weight of the squared log-ratio that holds the policy near the old one.
+        beta: Weight of the squared log-ratio.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask

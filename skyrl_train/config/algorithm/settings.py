@@ -40,39 +40,36 @@ _CRITIC = Of("critic.model.path", write="critic.model.path=policy")
 class OffPolicyConfig:
     """`trainer.algorithm.off_policy`: weights and masks from `ratio = exp(old_logprob - rollout_logprob)`.
 
-    They correct for what sampled the tokens not being the policy that the update starts from: other kernels in the
-    inference engine, or older weights. Masked tokens get a loss of 0; the denominators of the step stay.
+    Masked tokens get a loss of 0; the denominators of the step stay.
     """
 
     weight: Literal["auto", "none", "token", "sequence", "geometric"] = "auto"
-    """Multiply token losses with the ratio of the token, of its turn (product of ratios), or their geometric mean. auto: of
-    the token where `generator.quantization` rounds the engine's weights and ratios start at the trainer's, else none."""
+    """Multiply token losses with the ratio of the token, its turn (product), or their geometric mean. auto: token where
+    `generator.quantization` rounds weights and ratios start at the trainer's, else none."""
     weight_mode: Annotated[Literal["truncate", "mask", "mask_only"], _WEIGHED] = "truncate"
-    """What becomes of a weight outside `weight_low` to `weight_high`. truncate: the nearer bound. mask: 0. mask_only: 0, and
-    1 inside, so that tokens (or turns) are left out and none is weighted."""
+    """A weight outside the bounds becomes the nearer bound (truncate) or 0 (mask); mask_only: 0, and 1 inside."""
     weight_low: Annotated[NonNegative, _WEIGHED] = 0.0
     """Smallest weight."""
     weight_high: Annotated[Positive, _WEIGHED] = 2.0
     """Largest weight."""
     sequence_mask: Literal["none", "geometric", "product"] = "none"
-    """Leave a turn out whose geometric mean, or product, of ratios lies outside the next two."""
+    """Leave out turns whose geometric mean or product of ratios is outside the bounds."""
     sequence_mask_low: Annotated[NonNegative, _MASKED] = 0.99
-    """Smallest value that `sequence_mask` keeps. Lies near 1 for geometric, further off for product."""
+    """Smallest value kept; near 1 for geometric, further off for product."""
     sequence_mask_high: Annotated[Positive, _MASKED] = 1.01
-    """Largest value that `sequence_mask` keeps."""
+    """Largest value kept."""
     reject: Mapping[str, Any] = field(default_factory=dict)
-    """Further criteria, each with its bound; what one leaves out is out. `token_k1`, `sequence_sum_k1`, `sequence_mean_k1`:
-    `[low, high]` of the ratio. `token_`, `sequence_sum_`, `sequence_mean_` and `sequence_max_` with `k2` or `k3`: the
-    largest divergence. E.g. `{sequence_mean_k3: 0.01, token_k1: [0.2, 5]}`."""
+    """Further criteria, such as `{sequence_mean_k3: 0.01, token_k1: [0.2, 5]}`; any one leaves out. `token_k1`,
+    `sequence_sum_k1`, `sequence_mean_k1`: `[low, high]` of the ratio. `token_`, `sequence_sum_`, `sequence_mean_`,
+    `sequence_max_` with `k2` or `k3`: largest divergence."""
     batch_normalize: Annotated[bool, _WEIGHED] = False
-    """Divide the weights by their mean over the optimizer step (over its tokens, or sequences), so that it becomes 1."""
+    """Divide weights by their mean over the optimizer step."""
     negative_kl_max: NonNegative = 0.0
-    """Leave tokens with a negative advantage out whose sequence has a mean of rollout_logprob - logprob above this; 0 is
-    off. Reads the policy as it is trained, and where there are none of the engine, log-probabilities of before."""
+    """Leave out tokens of negative advantage whose sequence's mean rollout_logprob - logprob is above this; 0 is off."""
     outlier_low: NonNegative = 0.0
-    """Leave a turn out in which any token's ratio is below this; 0 is off."""
+    """Leave out turns with a ratio below this; 0 is off."""
     outlier_high: NonNegative = 0.0
-    """Leave a turn out in which any token's ratio is above this; 0 is off."""
+    """Leave out turns with a ratio above this; 0 is off."""
 
     @property
     def weighs(self) -> bool:
@@ -87,120 +84,113 @@ class OffPolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig:
-    """`trainer.algorithm.filters`: which rollouts are trained on, and what becomes of those that were cut off."""
+    """`trainer.algorithm.filters`: which rollouts are trained on."""
 
     dynamic_sampling: Literal["none", "filter", "replace"] = "none"
-    """filter: generate until enough prompts have differing rewards. replace: fill up with copies of such prompts."""
+    """filter: generate until enough prompts have differing rewards. replace: fill up with copies of those."""
     dynamic_sampling_max_batches: Annotated[PositiveInt, Of(".dynamic_sampling", ("filter", "replace"))] = 30
-    """Generated batches without enough such prompts after which the run stops with an error."""
+    """The run fails after so many batches without enough such prompts."""
     replace_min_share: Annotated[Share, Of(".dynamic_sampling", ("replace",))] = 0.3
-    """Below this share of prompts with differing rewards, another batch is generated instead."""
+    """Below this share of such prompts, generate another batch instead."""
     zero_variance: bool = False
-    """Leave prompts out of the loss, and of its denominators, whose trajectories all have the same reward."""
+    """Leave prompts of equal rewards out of loss and denominators."""
     overlong: bool = False
-    """Leave trajectories out of the loss that a length limit cut off; their rewards still count in the group."""
+    """Leave trajectories cut off by a length limit out of the loss, but in their group's rewards."""
     overlong_soft_share: Share = 0.0
-    """Soft penalty for responses in the last such share of `overlong_max_length`; 0 is off (DAPO: 0.2)."""
+    """Penalise this last share of `overlong_max_length`; 0 is off (DAPO: 0.2)."""
     overlong_max_length: Annotated[PositiveInt, ReadWith(".overlong_soft_share")] = 512
-    """Tokens of one response at which the soft penalty has its full size: what `max_generate_length` allows, say."""
+    """Response tokens at full penalty, such as `max_generate_length`."""
     overlong_penalty: Annotated[NonNegative, ReadWith(".overlong_soft_share")] = 1.0
-    """Full size of the soft penalty."""
+    """Full penalty."""
     resample: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """PF-PPO: draw the batch's trajectories again, with replacement. pow: by their score's size to `resample_power`.
-    max_min: the highest and the lowest. max_random: the highest four times as likely as the others."""
+    """PF-PPO: redraw trajectories, with replacement. pow: by score's size to `resample_power`. max_min: highest and
+    lowest. max_random: highest four times as likely as others."""
     resample_power: Annotated[NonNegative, Of(".resample", ("pow",))] = 2.0
-    """Power of `resample=pow`."""
+    """The exponent."""
     non_stop_scale: Share = 1.0
-    """Rewards of a trajectory whose last response did not end by itself are multiplied by this; 1 is off."""
+    """Multiplies rewards where the last response did not stop by itself; 1 is off."""
     non_stop_penalty: NonNegative = 0.0
-    """Taken from the reward of such a trajectory, after `non_stop_scale`."""
+    """Taken from such rewards, after `non_stop_scale`."""
     reward_clip_low: float | None = None
-    """Smallest total reward of a trajectory, after all penalties; null is off. What is added goes to its last turn."""
+    """Smallest total reward, after penalties; null is off."""
     reward_clip_high: float | None = None
-    """Largest total reward of a trajectory; null is off."""
+    """Largest total reward; null is off."""
     keep: tuple[Annotated[PartSpec, ROLLOUT_FILTERS], ...] = ()
-    """Custom filters, which say of each trajectory whether it is trained on; its reward counts in its group all the same."""
+    """Custom filters: whether to train on a trajectory; its reward counts in its group anyway."""
     zero_reward_on_non_stop: bool = False
-    """A trajectory whose last response did not end by itself gets a reward of 0."""
+    """The same rewards become 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """`trainer.algorithm`: chosen with `algorithm=NAME`."""
+    """`trainer.algorithm`: chosen with `algorithm=NAME` (docs/algorithms.md)."""
 
     advantage_estimator: Annotated[PartSpec, ADVANTAGE_ESTIMATORS] = "grpo"
-    """How much better than expected a token was; see docs/algorithms.md."""
+    """How much better than expected a token was."""
     normalize_by_std: bool = True
-    """GRPO: divide by the group's standard deviation (false is Dr. GRPO's choice)."""
+    """GRPO: divide by the group's standard deviation (Dr. GRPO: false)."""
     step_rewards: Literal["outcome", "turn_return"] = "outcome"
-    """Of trajectories of several turns: their whole reward for every turn, or each turn's discounted return-to-go."""
+    """Each of several turns gets the whole reward, or its own discounted return-to-go."""
     reward_components: Annotated[
         Mapping[str, Any], Of(".advantage_estimator", reads="reward_components", write="algorithm=gdpo")
     ] = field(default_factory=dict)
-    """Weight of each reward by its name among `environment.rewards` and the environment's metrics, e.g. `{correct: 1,
-    format: 0.5}`, or `{weight: 0.5, normalize: none}`, which is not divided by its spread. Empty: what `environment.rewards`
-    says of each; where there are none either, the reward itself is the only one."""
+    """Weights of rewards and environment metrics, such as `{correct: 1, format: 0.5}`; `{weight: 0.5, normalize: none}`
+    is not divided by its spread. Empty: as `environment.rewards` says, else the reward alone."""
     normalize_advantages: bool = False
-    """Whiten advantages over each mini-batch with masked mean and variance."""
+    """Whiten advantages over each mini-batch."""
     gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
-    """Discount of later rewards, per token (gae, reinforce++) or per turn (step_rewards=turn_return)."""
+    """Discount of later rewards, per token (gae, reinforce++) or turn (step_rewards=turn_return)."""
     policy_loss: Annotated[PartSpec, POLICY_LOSSES] = "regular"
-    """The loss of each trained token; see docs/algorithms.md."""
+    """The loss of each trained token."""
     loss_reduction: Annotated[PartSpec, LOSS_REDUCTIONS] = "token_mean"
-    """How token losses become one number. Denominators are counted over the whole optimizer step."""
+    """How token losses become one number; denominators span the optimizer step."""
     max_sequence_length_for_norm: Annotated[PositiveInt, ReadWith(".loss_reduction", ("seq_mean_token_sum_norm",))] = (
         512
     )
-    """Constant divisor of `seq_mean_token_sum_norm` (tokens)."""
+    """Constant divisor, in tokens."""
     sequence_unit: Literal["turn", "trajectory"] = "turn"
-    """What a sequence is to gspo, gmpo, vespo and the sequence-level weights and masks of `off_policy`: one response, or
-    all responses of a trajectory together, as trainers that keep a trajectory in one row count."""
+    """A sequence to gspo, gmpo, vespo and `off_policy`: one response, or all of a trajectory."""
     eps_clip_low: Annotated[float, Range(0.0)] = 0.2
-    """The ratio is clipped below 1 minus this. gmpo: the log-ratio below minus this. dppo: threshold of the divergence for
-    falling probabilities."""
+    """Clip the ratio below 1 minus this (gmpo: log-ratio below minus this; dppo: threshold, falling probabilities)."""
     eps_clip_high: Annotated[float, Range(0.0)] = 0.2
-    """The ratio is clipped above 1 plus this (clip-higher: DAPO). dppo: threshold for rising probabilities."""
+    """Clip the ratio above 1 plus this (dppo: threshold, rising ones)."""
     proximal: Literal["recompute", "behaviour"] = "recompute"
-    """The policy that ratios start from and clipping keeps near. recompute: the weights when the batch closes, scored by the
-    trainer; what lies between them and what sampled is weighed by `off_policy` (decoupled PPO). behaviour: what sampled, by
-    the engine's log-probabilities, without a pass; ratios then hold its numerics, and staleness, beside what the update
-    changes."""
+    """What ratios start from. recompute: the weights when the batch closes. behaviour: the engine's log-probabilities,
+    without a pass."""
     entropy_quantile: Share = 0.0
-    """Train the policy's term on the tokens alone whose entropy is at or above this quantile of the optimizer step's, under
-    the policy as it is then (one more pass): 0.8 trains the upper fifth. 0 is off."""
+    """Train only tokens at or above this entropy quantile of the optimizer step: 0.8 is the upper fifth; 0 is off."""
     kl_estimator: Annotated[PartSpec, KL_ESTIMATORS] = "k3"
-    """Estimator of KL(policy || reference) from sampled tokens."""
+    """Estimator of KL(policy || reference)."""
     kl_bias_correction: bool = False
-    """Multiply the KL in the loss with the ratio of the policy to the old one, through which gradients flow too: an unbiased
-    estimate of KL and gradient from tokens that the old policy sampled (DeepSeek-V3.2)."""
+    """Multiply the loss's KL with the ratio, gradients included: unbiased (DeepSeek-V3.2)."""
     kl_loss_coef: Annotated[float, Range(0.0)] = 0.0
     """Weight of the KL term in the loss; 0 needs no reference model."""
     kl_reward_coef: NonNegative = 0.0
-    """Weight (with a controller, the first weight) of the KL that is taken from each token's reward; 0 is off."""
+    """Weight of the KL taken from token rewards, or the first one; 0 is off."""
     kl_controller: Annotated[
         Literal["fixed", "adaptive"], Of(".kl_reward_coef", write="trainer.algorithm.kl_reward_coef=0.05")
     ] = "fixed"
-    """adaptive moves the weight of the KL in the reward so that the KL stays near `kl_target`."""
+    """adaptive keeps the KL near `kl_target` by moving the weight."""
     kl_target: Annotated[Positive, _ADAPTIVE_KL] = 0.1
-    """Mean KL per trained token that is aimed at."""
+    """Mean KL per trained token."""
     kl_horizon: Annotated[PositiveInt, _ADAPTIVE_KL] = 10_000
-    """Trajectories over which the weight may change by a factor of about 1.2."""
+    """Trajectories over which the weight may change by about 1.2 times."""
     ref_update_interval: NonNegativeInt = 0
-    """Replace the reference by the current policy every so many training batches; 0 never."""
+    """Training batches after which the policy replaces the reference; 0 never."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus (with a controller, the first weight)."""
+    """Weight of the entropy bonus, or the first one."""
     entropy_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive moves the weight after every optimizer step, and applies it while the entropy is at most `entropy_target`."""
+    """adaptive moves the weight each optimizer step, and applies it up to `entropy_target`."""
     entropy_target: Annotated[Positive, _ADAPTIVE_ENTROPY] = 0.2
-    """Mean entropy per trained token (nats) that is kept up."""
+    """Mean entropy per trained token, in nats."""
     entropy_coef_delta: Annotated[Positive, _ADAPTIVE_ENTROPY] = 0.005
-    """By how much the weight moves."""
+    """Step of the weight."""
     entropy_coef_max: Annotated[Positive, _ADAPTIVE_ENTROPY] = 1.0
     """Largest weight."""
     critic_loss: Annotated[PartSpec, CRITIC_LOSSES, _CRITIC] = "clipped"
-    """The loss of each token's value. clipped: half the square of its distance from the return."""
+    """Loss of each token's value. clipped: half its squared distance from the return."""
     critic_warmup_steps: Annotated[NonNegativeInt, _CRITIC] = 0
-    """Training batches in which only the critic is trained."""
+    """Training batches for the critic alone."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     """Correction for tokens that another policy, or another numerics, sampled."""
     filters: FilterConfig = field(default_factory=FilterConfig)

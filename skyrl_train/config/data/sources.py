@@ -39,17 +39,17 @@ class CurriculumConfig:
     """`data.curriculum`: take prompts that the policy solves about half the time. Off unless enabled."""
 
     enabled: Forks[bool] = False
-    """Keep an estimate of each prompt's solve rate (the mean of its rewards, each cut to 0 to 1) and choose by it."""
+    """Choose prompts by estimated solve rate, the mean reward (cut to 0 to 1)."""
     target: Forks[Fraction] = 0.5
-    """Solve rate that is preferred; the further off a prompt's is, the less often it is taken."""
+    """Preferred solve rate."""
     exploration: Forks[Fraction] = 0.25
-    """Share of each batch that was never tried, as long as there are such prompts."""
+    """Share of never-tried prompts in each batch, while there are any."""
     newest: Forks[Annotated[float, Range(0.0, 1.0, exclusive_min=True)]] = 0.5
-    """What the newest trial counts in a prompt's estimate; 1 forgets those before it."""
+    """Weight of the newest trial; 1 forgets the others."""
     solved_at: Forks[Fraction] = 0.95
-    """A prompt with this solve rate rests."""
+    """Prompts with this solve rate rest."""
     rest_steps: Forks[NonNegativeInt] = 20
-    """For so many steps; then it is tried again."""
+    """Steps until they are tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +57,13 @@ class ImagesConfig:
     """`data.images`: images of prompts, for models that read them (docs/vision.md)."""
 
     column: Free[str] = ""
-    """Column with a row's images (a path, bytes, an address, or a list of them), for parts `{type: image}` of its messages,
-    or put before its text. Empty: `images` or `image`, where that holds encoded images or the messages have such parts."""
+    """Column with images: paths, bytes or addresses. Empty: `images` or `image` (docs/vision.md)."""
     urls: Free[tuple[str, ...]] = ()
-    """What addresses of images must begin with, e.g. `[https://my.host/pictures/]`. Empty: no image is fetched."""
+    """Prefixes of addresses to fetch from, such as `[https://my.host/pictures/]`; empty fetches none."""
     max_bytes: Free[PositiveInt] = 20_000_000
-    """Size of an encoded image. A larger one is refused by its row."""
+    """Larger encoded images are refused."""
     max_pixels: Free[PositiveInt] = 50_000_000
-    """Width times height of an image. A larger one is refused by its row."""
+    """Images with a larger width times height are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +72,17 @@ class ReasoningGymConfig:
     (docs/environments.md)."""
 
     tasks: Free[tuple[Annotated[PartSpec, REASONING_TASKS], ...]] = ()
-    """Their names, with arguments where they are not the package's own: `[gsm_symbolic, {_target_: chain_sum, max_terms: 3,
-    weight: 2}]`. `weight` (1) is a task's share of the rows."""
+    """Names, or `{_target_: chain_sum, max_terms: 3, weight: 2}`, for `data=reasoning_gym` (docs/environments.md)."""
     train_size: Free[PositiveInt] = 1000
-    """Training rows of all tasks together."""
+    """Training rows in all."""
     validation_size: Free[NonNegativeInt] = 200
-    """Held-out rows of all tasks together. Their seeds and their questions are no training row's."""
+    """Held-out rows in all; none is a training row."""
     seed: Free[NonNegativeInt] = 0
-    """What all rows are derived from. It is not `seed`: runs with other seeds have the same rows."""
+    """Rows follow from it, whatever `seed` is."""
     instruction: Free[str] = "Put the final answer between <answer> and </answer>."
-    """On a line of its own behind each question; empty is none."""
+    """Line behind each question; empty is none."""
     timeout_s: Free[Seconds] = 300.0
-    """Deadline of making all rows, by a process that is ended then."""
+    """Deadline of making all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +90,17 @@ class SourcesConfig:
     """What `data` means alike in reinforcement learning and in supervised training."""
 
     train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
-    """Parquet, Arrow, CSV, JSON or JSON-lines files, folders of them, hub names (`owner/name:split`,
+    """Parquet, Arrow, CSV, JSON or JSON-lines files, their folders, hub names (`owner/name:split`,
     `owner/name/config:split`), or `builtin:NAME/SPLIT`."""
     validation: Free[tuple[str, ...] | None] = None
-    """Held-out prompts, or examples, of which each entry is a set with a loss of its own; empty turns evaluation off. null:
-    those that belong to `train` where that is bundled data or GSM8K, none with any other data."""
+    """Held-out data, each entry evaluated apart; empty: no evaluation. null: that of bundled data or GSM8K in `train`,
+    else none."""
     reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
-    """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
-    or by a custom function of the entry, which yields rows (mappings of columns to values)."""
+    """Inferred from an entry's name, one kind of file, or a function of the entry that yields rows."""
     shuffle: Forks[bool] = True
-    """Another order each epoch, derived from `seed` or as `order` says; false: the order of the data."""
+    """Another order each epoch, by `seed` or `order`; false: the data's."""
     images: ImagesConfig = field(default_factory=ImagesConfig)
-    """Images of prompts or conversations, for models that read them."""
+    """Images, for models that read them."""
 
     @property
     def held_out(self) -> tuple[str, ...]:
@@ -118,34 +115,29 @@ class DataConfig(SourcesConfig):
     """`data=`: prompts for training and for evaluation."""
 
     row_format: Free[Annotated[PartSpec, ROW_FORMATS]] = "prompt"
-    """What rows without a `prompt` are: `gsm8k`, as its makers publish it, or a custom function of a `Row`
-    (`data/rows.py`), which returns the columns that it should have. `prompt` takes them as they are."""
+    """Rows without `prompt`: `gsm8k` as published, or a custom function of a `Row` (`data/rows.py`) returning columns."""
     prompt_column: Free[str] = "prompt"
-    """Column with the prompt (text or messages), with dots into nested ones. Where rows have no `prompt`: their `question`,
-    `problem` or `query`."""
+    """Prompt (text or messages), dots into nested columns; without `prompt`, `question`, `problem` or `query`."""
     answer_column: Free[str] = ""
-    """Column with the right answer, e.g. `answer` or `extra_info.answer`: environments and rewards find it under `answer`
-    and as `reward_spec.ground_truth`. Empty: what rows of verl, TRL and GSM8K have it under (docs/data.md)."""
+    """Right answer, such as `extra_info.answer`, for environments and rewards; empty: inferred (docs/data.md)."""
     system_prompt: Free[str] = ""
-    """Put before each prompt that has no system message of its own."""
+    """Put before prompts without a system message."""
     examples: Free[tuple[tuple[str, str], ...]] = ()
-    """Worked examples, `[[QUESTION, ANSWER], ...]`, put as turns of a conversation before each prompt (few-shot): a small
-    model works in steps where it is shown steps. Nothing of them is trained on."""
+    """Few-shot turns `[[QUESTION, ANSWER], ...]` before each prompt; not trained on."""
     prompt_format: Forks[Literal["auto", "chat", "text"]] = "auto"
-    """chat: prompts are rendered by the tokenizer's chat template; text: they are the tokens of their text, for base
-    models; auto: text where the tokenizer has no chat template."""
+    """chat: by the chat template; text: plain, for base models; auto: text where there is no template."""
     template_kwargs: Forks[Mapping[str, Any]] = field(default_factory=dict)
-    """Handed to the chat template, e.g. `{enable_thinking: false}`."""
+    """For the chat template, such as `{enable_thinking: false}`."""
     max_train_prompts: Free[NonNegativeInt] = 0
-    """Use only the first so many training prompts; 0 is all."""
+    """The first so many; 0 is all."""
     max_validation_prompts: Free[NonNegativeInt] = 0
-    """Use only the first so many held-out prompts; 0 is all."""
+    """The first so many; 0 is all."""
     max_prompt_length: Free[PositiveInt] = 256
-    """Tokens. A longer first prompt is handled by `over_long`."""
+    """Tokens of a first prompt."""
     over_long: Free[Literal["drop", "error"]] = "drop"
-    """What becomes of a prompt over `max_prompt_length`: left out and counted, or refused before training."""
+    """Longer ones are left out and counted, or refused before training."""
     order: Forks[Annotated[PartSpec, PROMPT_ORDERS]] = "by_seed"
-    """Order of the training prompts in an epoch. by_seed: random, derived from `seed`."""
+    """Order of prompts in an epoch. by_seed: random, by `seed`."""
     curriculum: Annotated[CurriculumConfig, Of(".curriculum.enabled"), _SAMPLED] = field(
         default_factory=CurriculumConfig
     )
@@ -153,9 +145,8 @@ class DataConfig(SourcesConfig):
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     """What `reader=reasoning_gym` makes for `reasoning_gym:train` and `reasoning_gym:validation`."""
     mix: Annotated[Forks[tuple[Mapping[str, Any], ...]], _SAMPLED] = ()
-    """Several data sets in place of `train` and `validation`, e.g. `[{train: a.jsonl, weight: 0.7}, {train: b.jsonl,
-    weight: 0.3, environment: gsm8k}]`: each entry has a weight, its data, and what it states of `environment`, `sampling`
-    and `eval_sampling` for itself (docs/data.md)."""
+    """Weighted data sets in place of `train` and `validation`, such as `[{train: a.jsonl, weight: 0.7}, {train:
+    b.jsonl, weight: 0.3, environment: gsm8k}]` (docs/data.md)."""
 
     @property
     def reader_with_settings(self) -> PartSpec:
@@ -198,56 +189,45 @@ class EnvironmentConfig:
     """`environment=`: where answers are scored."""
 
     env_class: Annotated[Forks[Annotated[PartSpec | None, ENVIRONMENTS]], _REPORTED] = "word_problems"
-    """A built-in name, one registered in skyrl-gym, or a custom class; scores all rows, whatever they name. Its settings
-    stand beside it, e.g. `{_target_: text2sql, db_path: /databases}`. null (`environment=by_row`) takes each row's own
-    `env_class`."""
+    """Scores all rows: a built-in or skyrl-gym name, or a custom class, such as `{_target_: text2sql, db_path:
+    /databases}`. null (`environment=by_row`): each row's own."""
     reward: Forks[Annotated[PartSpec | None, REWARDS]] = None
-    """What scores trajectories, once each has ended: a built-in name, or a custom function of the completion and of the
-    row's columns (docs/rewards.md). Its value is added to the environment's own reward; where no environment is chosen,
-    the environment is `single_turn`, which has none."""
+    """Scores finished trajectories: a built-in name, or a function of completion and columns (docs/rewards.md). Added
+    to the environment's reward; without a chosen environment it is `single_turn`."""
     rewards: Forks[tuple[Annotated[PartSpec, REWARDS], ...]] = ()
-    """Several of them, e.g. `[{_target_: my:score, weight: 0.5}, length_penalty]`. `weight` (1, or one for each key of what
-    the function returns) and `normalize` (group|none: algorithm=gdpo) are not passed on."""
+    """Several, such as `[{_target_: my:score, weight: 0.5}, length_penalty]`. `weight` (1, or one per returned key) and
+    `normalize` (group|none: algorithm=gdpo) are not passed on."""
     step_timeout_s: Free[Seconds] = 60.0
-    """Deadline of each `init`, `step` and `close`, and of each call of a reward function. What exceeds it fails its
-    trajectory, not the run."""
+    """Deadline of each environment or reward call; exceeding it fails the trajectory."""
     isolation: Free[Literal["auto", "process", "thread"]] = "auto"
-    """Where environments run. process: in worker processes, which are killed at the deadline and take nothing else down;
-    thread: on threads of this process, for trusted, cheap code; auto: threads for the bundled environments without
-    tools and reward functions, processes for all others. Tools and reward functions run where the environment does."""
+    """Where environments, tools and rewards run. process: in workers, killed at the deadline; thread: here, for trusted
+    code; auto: thread for bundled environments without tools and reward functions, else process."""
     placement: Annotated[Free[Literal["local", "ray"]], _WORKERS] = "local"
-    """Where worker processes are: on this machine, or on every node of the Ray cluster."""
+    """Workers on this machine, or on every node of the Ray cluster."""
     num_workers: Free[PositiveCount | None] = None
-    """Calls at a time: threads, or worker processes at most. null: as many as trajectories are under way, up to 1,024; 16
-    where workers are slow to start, as each imports the environments by itself or starts a server of tools.
-    Asynchronous environments are many to a process, and need no more processes than there are cores."""
+    """Threads, or most processes. null: one per running trajectory, up to 1,024; 16 for slow starters."""
     python: Annotated[Free[str | None], _WORKERS] = None
-    """Interpreter that worker processes run under, if not this one, e.g. `/path/to/venv/bin/python`: for environments whose
-    packages do not go with the trainer's (docs/environments.md). It needs numpy, and this package is not installed there."""
+    """Interpreter of workers, such as `/path/to/venv/bin/python`, for conflicting packages (docs/environments.md)."""
     worker_memory_gb: Annotated[
         Free[Annotated[PositiveFloat, Most(10**6, "no machine has more")]],
         _WORKERS,
     ] = 4.0
-    """What a worker process may allocate. Beyond it is a MemoryError, which fails the trajectory."""
+    """Memory of a worker; exceeding it fails the trajectory."""
     sandbox: Free[Literal["required", "best", "off"]] = "required"
-    """Where code that the model wrote runs: that of `code` rewards and of `searchcode`, `lcb` and `text2sql`. required: in
-    namespaces (bubblewrap), or not at all; best: with whatever isolation there is here, which the header names; off: with
-    limits alone (docs/rewards.md)."""
+    """Where code that the model wrote runs (docs/rewards.md). required: in namespaces (bubblewrap), or not at all;
+    best: with the isolation there is; off: with limits alone."""
     variables: Free[tuple[str, ...]] = ()
-    """Names of variables of the trainer's environment that worker processes get beside the listed ones, e.g.
-    `[MY_API_KEY]`: they see none of its other keys (docs/environments.md)."""
+    """Further variables that workers see, such as `[MY_API_KEY]`; other keys they do not."""
     allowed: Free[tuple[str, ...]] = ()
-    """Custom environments (`package.module:attr`) that data rows may name in `env_class`, which otherwise name registered
-    ones alone: whoever writes data does not choose what code runs."""
+    """Custom environments (`package.module:attr`) that data rows may name; others must be registered, so that data
+    chooses no code."""
     tools: Forks[tuple[Annotated[PartSpec, TOOLS], ...]] = ()
-    """What the model may call: functions with type hints and a docstring, `my_code:calculator`; makers of tools, with their
-    arguments; servers, `{_target_: mcp, command: [PROGRAM, ...]}` or `{_target_: mcp, url: ...}`. They run with the
-    environment, which may have further ones of its own."""
+    """What the model may call (docs/tools.md): `my_code:calculator`, `{_target_: mcp, command: [PROGRAM, ...]}`,
+    `{_target_: mcp, url: ...}`."""
     tool_format: Forks[str] = "auto"
-    """How the model writes calls: `hermes` (Qwen, too), `llama3_json`, `mistral`, `deepseek_v3`, `harmony` (gpt-oss),
-    `response_template` (the tokenizer's), or `vllm:NAME` for one of vLLM's parsers. auto: as the chat template writes
-    them."""
+    """`hermes` (Qwen), `llama3_json`, `mistral`, `deepseek_v3`, `harmony` (gpt-oss), `response_template` (the
+    tokenizer's), `vllm:NAME` (vLLM's parser); auto: the chat template's."""
     max_tool_result_chars: Forks[PositiveInt] = 4000
-    """Characters of a tool's result that the model sees; what is beyond is cut off."""
+    """Characters of a result that the model sees."""
     max_failed_fraction: Free[Fraction] = 0.5
-    """Stop the run when a larger share of a batch's trajectories failed: something is broken for good."""
+    """Stop the run when a larger share of a batch's trajectories failed."""

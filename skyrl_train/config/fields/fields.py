@@ -312,10 +312,11 @@ def kinds_of(schema: type) -> Mapping[str, tuple[SchemaField, tuple[Kind, ...]]]
 
 
 def kind_sentences(field: SchemaField, schema: type) -> Iterator[str]:
-    """What must be chosen for a setting by its own declaration, beside what its section says: `For `strategy=fsdp2`.`"""
+    """What must be chosen for a setting by its own declaration, beside what its section says: `For `strategy=ddp|fsdp2`.`"""
     _, kinds = kinds_of(schema).get(field.path, (field, ()))
     for kind in (each for each in kinds if each.of in facts(field.annotation, ReadWith)):
-        written = " or ".join(f"`{each}`" for each in kind.written)
+        first, _, _ = kind.written[0].partition("=")
+        written = f"`{'|'.join([kind.written[0], *(each.removeprefix(f'{first}=') for each in kind.written[1:])])}`"
         values = [str(each).lower() for each in kind.of.values] if isinstance(kind.of, Of) else []
         yield f"{' or '.join(values)} for {written} alone." if values else f"For {written}."
 

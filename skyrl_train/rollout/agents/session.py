@@ -133,10 +133,10 @@ def _num_answers(sampled: Sampled) -> int:
 
 
 DECLARED_METRICS = """
-env/agent/<name> | count | What an agent's program did in a trajectory: requests it repeated, cancelled or never read,
-    calls that could not be read; means. | with agents (`docs/agents.md`)
-env/agent/ignored/<name> | count | Requests of a trajectory that asked for a sampling of their own, by what they asked for;
-    means. | with agents that do
+env/agent/<name> | count | Requests that an agent's program repeated, cancelled or never read; unreadable calls; means.
+    | with agents (`docs/agents.md`)
+env/agent/ignored/<name> | count | Requests with a sampling of their own, by what they asked for; means. | with agents
+    that do
 """
 
 _REJOIN_WITHIN_S = 5.0

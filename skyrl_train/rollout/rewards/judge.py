@@ -180,12 +180,11 @@ def _object_in(text: str) -> dict[str, Any]:
 
 
 DECLARED_METRICS = """
-timing/<reward>/{calls,cache_hits,failures} | count | Requests to a judge, answers that it had given before, requests
-    that failed. | with `judge` rewards
-timing/<reward>/latency_{p50,p95}_s | s | Median and 95th percentile of the time of a request. | with `judge` rewards
-timing/<reward>/<kind>_tokens | tokens | Tokens that the judge read and wrote, as its server says. | with `judge`
-    rewards
-timing/<reward>/cost | | Their price, in the unit of the reward's `price`. | where a price is stated
+timing/<reward>/{calls,cache_hits,failures} | count | Requests to a judge, cached answers, failed requests. | with
+    `judge` rewards
+timing/<reward>/latency_{p50,p95}_s | s | Median and 95th percentile of a request. | with `judge` rewards
+timing/<reward>/<kind>_tokens | tokens | Tokens that the judge read and wrote. | with `judge` rewards
+timing/<reward>/cost | | Their cost by the reward's `price`. | with a price
 """
 
 TEMPLATE = "Task:\n{prompt}\n\nAnswer:\n{completion}\n\n{instructions}"

@@ -28,9 +28,9 @@ from skyrl_train.telemetry import STATE_FILE as STATE_FILE
 from skyrl_train.types import Prompt
 
 DECLARED_METRICS = """
-total/{prompts,trajectories,failed_trajectories,examples,optimizer_steps} | count | Since the run's first step;
-    `examples` in supervised training.
-total/tokens | tokens | Tokens of all rows since the run's first step. | | TRL `num_tokens`
+total/{prompts,trajectories,failed_trajectories,examples,optimizer_steps} | count | Since the run's first step
+    (`examples`: supervised).
+total/tokens | tokens | Tokens since the run's first step. | | TRL `num_tokens`
 """
 
 FORMAT = 1

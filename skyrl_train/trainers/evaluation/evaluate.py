@@ -24,18 +24,18 @@ from skyrl_train.system.files import write_json
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
 
 DECLARED_METRICS = """
-eval/accuracy | share | Right answers: mean over held-out prompts of the share of their samples. | evaluations | verl
+eval/accuracy | share | Right answers: mean over prompts of their samples' share. | evaluations | verl
     `val-core/<source>/acc/mean@N`; SkyRL `eval/all/avg_score`
-eval/accuracy_first_turn | share | The same of answers that were right in the first turn. | evaluations
-eval/pass@<k> | share | Probability that one of k samples is right, without bias. | evaluations | verl
+eval/accuracy_first_turn | share | The same, right in the first turn. | evaluations
+eval/pass@<k> | share | Unbiased probability that one of k samples is right. | evaluations | verl
     `val-core/<source>/acc/best@N/mean`; SkyRL `eval/all/pass_at_N`
 eval/reward_mean | reward | Mean total reward. | evaluations | TRL `eval_reward`
-eval/turns_mean | count | Mean number of turns. | evaluations | verl `val-aux/num_turns/mean`
-eval/response_length_mean | tokens | Mean number of sampled tokens. | evaluations | TRL
-    `eval_completions/mean_length`; SkyRL `eval/all/generate/avg_num_tokens`
-eval/failed | count | Trajectories that failed, which count neither as right nor as wrong. | evaluations
-eval/<part>/{accuracy,accuracy_first_turn,pass@<k>,reward_mean,turns_mean,response_length_mean,failed} | | The same of
-    one part: `dataset=NAME`, `env_class=NAME`, `data_source=NAME`. | evaluations with several parts
+eval/turns_mean | count | Mean turns. | evaluations | verl `val-aux/num_turns/mean`
+eval/response_length_mean | tokens | Mean sampled tokens. | evaluations | TRL `eval_completions/mean_length`; SkyRL
+    `eval/all/generate/avg_num_tokens`
+eval/failed | count | Failed trajectories, neither right nor wrong. | evaluations
+eval/<part>/{accuracy,accuracy_first_turn,pass@<k>,reward_mean,turns_mean,response_length_mean,failed} | | The same of a
+    part: `dataset=NAME`, `env_class=NAME`, `data_source=NAME`. | where several
 """
 
 SOLVED_REWARD = 1.0

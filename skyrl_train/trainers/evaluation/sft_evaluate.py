@@ -27,9 +27,9 @@ from skyrl_train.system.files import json_line, write_atomically
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 
 DECLARED_METRICS = """
-eval/loss | nats | Mean cross-entropy of a held-out token. | evaluations of supervised training | TRL `eval_loss`
-eval/perplexity | | Its exponential. | evaluations of supervised training
-eval/<part>/{loss,perplexity} | | The same of one held-out data set. | where there are several
+eval/loss | nats | Mean cross-entropy of a held-out token. | supervised evaluations | TRL `eval_loss`
+eval/perplexity | | Its exponential. | supervised evaluations
+eval/<part>/{loss,perplexity} | | The same of one held-out set. | where several
 """
 
 LOSS = "eval/loss"
