@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm_python
 from tests.support.command_runs import RAY, run_command
 
 pytestmark = pytest.mark.cluster
@@ -32,10 +31,9 @@ RUN = (
 def test_the_last_five_steps_of_two_ranks_are_executed_again_in_one_process(tmp_path: Path, strategy: str) -> None:
     run_command(tmp_path / "run", *RUN, *RAY, f"strategy={strategy}", "placement.policy_num_workers=2")
     for step in range(2, NUM_STEPS + 1):
-        command = [sys.executable, "-m", "skyrl_train.main_capsule", "run", str(tmp_path / "run"), "--step", str(step)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = warm_python.run("-m", "skyrl_train.main_capsule", "run", str(tmp_path / "run"), "--step", str(step))
         print(done.stdout)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout
         assert "on another placement: rounding is bounded" in done.stdout
         weights = next(line for line in done.stdout.splitlines() if line.startswith("policy weights"))
         assert 0.0 < float(weights.split()[3]) < 1e-4

@@ -121,7 +121,7 @@ def command(folder: Path, words: Sequence[str]) -> list[str]:
 def start(folder: Path, words: Sequence[str]) -> Started:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f"{folder.name}.log", "ab") as log:
-        return warm_python.start(words[0], (f"hydra.run.dir={folder}", *words[1:]), output=log.fileno())
+        return warm_python.start(("-m", words[0], f"hydra.run.dir={folder}", *words[1:]), output=log.fileno())
 
 
 def run_to_the_end(folder: Path, words: Sequence[str]) -> float:

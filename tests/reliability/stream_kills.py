@@ -24,7 +24,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -215,10 +214,10 @@ def capsule_problems(folder: Path) -> Iterator[str]:
     if kept != [f"step_{step:06d}" for step in (STEPS - 1, STEPS)]:
         yield f"capsules are {', '.join(kept) or 'none'}"
         return
-    words = [sys.executable, "-m", "skyrl_train.main_capsule", "run", str(folder), "--step", str(STEPS)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    words = ("-m", "skyrl_train.main_capsule", "run", str(folder), "--step", str(STEPS))
+    done = warm_python.run(*words, timeout_s=DEADLINE_S)
     if done.returncode != 0:
-        yield f"the capsule of step {STEPS}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        yield f"the capsule of step {STEPS}: {done.stdout[-2000:]}"
 
 
 def kill(folder: Path, overrides: Sequence[str], moment: float, operations: int) -> str | None:
@@ -260,9 +259,9 @@ def num_batches(folder: Path) -> int:
 def start(folder: Path, overrides: Sequence[str], *, killed_at: int = 0) -> Started:
     """Starts `skyrl_train.main` into the folder, with its file operations counted (`file_operations.py`)."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = (str(killed_at), str(folder.with_suffix(".count")), *overrides, f"hydra.run.dir={folder}")
+    counted = ("-m", "tests.reliability.file_operations", str(killed_at), str(folder.with_suffix(".count")))
     with open(folder.parent / f"{folder.name}.log", "ab") as log:
-        return warm_python.start("tests.reliability.file_operations", words, output=log.fileno())
+        return warm_python.start((*counted, *overrides, f"hydra.run.dir={folder}"), output=log.fileno())
 
 
 def run_to_the_end(process: Started, folder: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm_python
 from tests.support.command_runs import records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,10 +17,9 @@ pytestmark = pytest.mark.slow
 
 
 def run(*arguments: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    done = warm_python.run(*arguments, folder=ROOT, environment={"PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
 

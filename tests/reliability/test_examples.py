@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("SKYRL_TRAIN_ADAPTERS_PYTHON", "")
@@ -24,13 +24,9 @@ SMALL = [
 
 def records_of(folder: Path, *arguments: str, run: str = "run") -> list[dict[str, Any]]:
     """The metrics of each step of a program that is told to write to `folder`."""
-    command = [sys.executable, *arguments]
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = warm_python.run(*arguments, folder=folder, environment={"PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout
     return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
 
 

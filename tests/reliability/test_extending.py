@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.config import Config
 from skyrl_train.config.fields import parts_of
+from tests.support import warm_python
 from tests.support.command_runs import RAY, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,18 +21,10 @@ EXPERIMENT = ("--config-dir", str(PLUGINS / "conf"), "+experiment=plugins")
 
 def run(output: Path, *arguments: str, command: str = "main") -> list[dict[str, float]]:
     paths = (ROOT, ROOT / "examples")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    environ["PLUGINS_DATA"] = str(PLUGINS / "words.txt")
-    finished = subprocess.run(
-        [sys.executable, "-m", f"skyrl_train.{command}", *arguments, f"hydra.run.dir={output}"],
-        cwd=output.parent,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    environ = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PLUGINS_DATA": str(PLUGINS / "words.txt")}
+    words = ("-m", f"skyrl_train.{command}", *arguments, f"hydra.run.dir={output}")
+    finished = warm_python.run(*words, environment=environ, folder=output.parent)
+    assert finished.returncode == 0, finished.stdout
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 

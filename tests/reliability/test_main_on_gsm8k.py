@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from skyrl_gym.envs.gsm8k.utils import compute_score
 
+from tests.support import warm_python
 from tests.support.command_runs import records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,11 +23,8 @@ pytestmark = [
 
 
 def run(*arguments: str, folder: Path) -> str:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_TRAIN_DATA": str(folder)}
-    finished = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    finished = warm_python.run(*arguments, folder=ROOT, environment={"SKYRL_TRAIN_DATA": str(folder)})
+    assert finished.returncode == 0, finished.stdout
     return finished.stdout
 
 

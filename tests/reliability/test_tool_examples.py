@@ -6,23 +6,21 @@ import asyncio
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_train.rollout.tools import Toolbox, tool_schemas
+from tests.support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str, output: Path) -> str:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments, "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    done = warm_python.run(*arguments, "--output", str(output), folder=ROOT, environment={"PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
 

@@ -43,7 +43,7 @@ def start_command(folder: Path, *overrides: str, module: str = "skyrl_train.main
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.with_name(f"{folder.name}.log")
     with log.open("w", encoding="utf-8") as file:
-        process = warm_python.start(module, (*overrides, f"hydra.run.dir={folder}"), output=file.fileno())
+        process = warm_python.start(("-m", module, *overrides, f"hydra.run.dir={folder}"), output=file.fileno())
     return Running(process=process, log=log)
 
 

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.door import load_root
 from skyrl_train.data.sources import IMAGES
 from skyrl_train.trainers import RunEvent
+from tests.support import warm_python
 from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_vlm
 
 BEGIN, END = 47, 46
@@ -218,15 +217,7 @@ def command(
     words = [
         f"{name}={json.dumps(value) if isinstance(value, (list, bool)) else value}" for name, value in settings.items()
     ]
-    return subprocess.run(
-        [sys.executable, "-m", module, *words, f"hydra.run.dir={output}"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return warm_python.run("-m", module, *words, f"hydra.run.dir={output}", environment=environment)
 
 
 def forget_images(patch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from skyrl_train.trainers.capsules.record import read_batch, write_batch
 from skyrl_train.trainers.checkpoints.folder import MANIFEST, seal
+from tests.support import warm_python
 from tests.support.capsule_parts import RARE
 from tests.support.command_runs import start_command, wait_for
 
@@ -31,13 +29,10 @@ LIMIT_S = 60.0
 
 def capsule(*arguments: object) -> tuple[int, str]:
     """Status and output of `skyrl-capsule`, within the time of the processor that it may take."""
-    command = [sys.executable, "-m", "skyrl_train.main_capsule", *map(str, arguments)]
-    begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10 * LIMIT_S, check=False)
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin
-    print(f"\nskyrl-capsule {arguments[0]} {' '.join(map(str, arguments[2:]))}: {seconds:.1f} s\n{done.stdout}")
-    assert seconds < LIMIT_S
-    return done.returncode, done.stdout + done.stderr
+    done = warm_python.run("-m", "skyrl_train.main_capsule", *map(str, arguments), timeout_s=10 * LIMIT_S)
+    print(f"\nskyrl-capsule {arguments[0]} {' '.join(map(str, arguments[2:]))}: {done.cpu_s:.1f} s\n{done.stdout}")
+    assert 0 < done.cpu_s < LIMIT_S
+    return done.returncode, done.stdout
 
 
 @pytest.fixture(scope="module")

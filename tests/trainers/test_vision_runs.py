@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from skyrl_train.errors import DataError, ModelError
 from skyrl_train.runs import train
 from skyrl_train.telemetry.records import read_rollouts
 from skyrl_train.trainers.capsules.record import read_batch
+from tests.support import warm_python
 from tests.support.command_runs import records
 from tests.support.vision_runs import forget_images, png, rl_config, rl_settings, save_model, weights, write_rows
 
@@ -100,9 +99,8 @@ def test_a_replayed_run_says_which_image_is_missing_or_changed(
 def test_a_capsule_comes_out_again_bit_by_bit(finished: tuple[Path, dict[str, Any]]) -> None:
     run, _ = finished
     for step in (1, 2):
-        command = [sys.executable, "-m", "skyrl_train.main_capsule", "run", str(run), "--step", str(step)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = warm_python.run("-m", "skyrl_train.main_capsule", "run", str(run), "--step", str(step))
+        assert done.returncode == 0, done.stdout
         assert "every bit is compared" in done.stdout
     batch = read_batch(run / "capsules" / "step_000002" / "batch.safetensors")
     assert [len(spans) for spans in batch.metadata.images] == [2] * 8

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from skyrl_train import runs
 from skyrl_train.errors import ConfigError, DataError
+from tests.support import warm_python
 from tests.support.command_runs import records
 from tests.support.vision_runs import (
     forget_images,
@@ -74,9 +73,8 @@ def test_packed_rows_train_as_padded_ones_and_their_capsules_come_out_again(
     assert {len(file.name) for file in (run / "images").iterdir()} == {64}
     for file in (tmp_path / "rows").iterdir():
         file.unlink()
-    command = [sys.executable, "-m", "skyrl_train.main_capsule", "run", str(run), "--step", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = warm_python.run("-m", "skyrl_train.main_capsule", "run", str(run), "--step", "2")
+    assert done.returncode == 0, done.stdout
     checkpoints = [run / "checkpoints/step_000002/policy", run / "capsules/states/step_000002/policy"]
     assert weights(checkpoints[:1]) == weights(checkpoints[1:])
 

@@ -45,13 +45,13 @@ HYDRA_VERSION_BASE = "1.3"
 """For `hydra.main(version_base=...)` and the compose API."""
 
 _TIME = "%Y-%m-%d_%H%M%S"
-_run_names = [time.strftime(_TIME)]
-"""When this process started, then one for each further run of it: the last is part of the default run folder."""
+_run_names: list[str] = []
+"""When each run of this process was first asked for its name: the last is part of the default run folder."""
 
 
 def name_another_run() -> None:
     """Have the default run folder be another one from here on, in a process that makes several runs."""
-    _run_names.append(f"{time.strftime(_TIME)}_{len(_run_names)}")
+    _run_names.append(f"{time.strftime(_TIME)}_{len(_run_names)}" if _run_names else time.strftime(_TIME))
 
 
 def register_resolvers() -> None:
@@ -154,6 +154,8 @@ def _default_run_folder(*, _root_: DictConfig) -> str:
 
 
 def _named_folder(root: DictConfig, prefix: str = "") -> str:
+    if not _run_names:
+        name_another_run()
     return f"outputs/{OmegaConf.select(root, 'run_name', default=Config.run_name)}/{prefix}{_run_names[-1]}"
 
 

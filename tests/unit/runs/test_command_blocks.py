@@ -9,12 +9,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.runs.cli.command_line import preflight
+from tests.support import warm_python
 from tests.support.page_commands import PAGES, Command, commands_of
 from tests.support.source_calls import REPOSITORY
 
@@ -128,17 +128,15 @@ def folder(tmp_path: Path) -> Path:
 def run(command: Command, folder: Path) -> None:
     """Run one command in `folder`, small; of a run that it names it gets the last one there."""
     module = module_of(command)
-    words = [sys.executable, "-m", module.removesuffix(".__main__"), *arguments_of(command, folder)]
+    words = ["-m", module.removesuffix(".__main__"), *arguments_of(command, folder)]
     words += SETTINGS.get(module, []) if "--help" not in words else []
     path = os.pathsep.join([str(REPOSITORY), *(f"{folder}/{each.partition('=')[2]}" for each in command.variables)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "BROWSER": "true"}
+    environment = {"PYTHONPATH": path, "BROWSER": "true"}
     if module in SERVERS and "--export" not in words:
         serve(words, folder, environment)
         return
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    done = warm_python.run(*words, folder=folder, environment=environment, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}"
 
 
 def arguments_of(command: Command, folder: Path) -> list[str]:
@@ -164,7 +162,7 @@ def serve(words: list[str], folder: Path, environment: dict[str, str]) -> None:
     """Start what serves, wait for its address, and stop it as Ctrl-C does."""
     log = folder / "served.log"
     with log.open("w") as file:
-        process = subprocess.Popen(words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        process = warm_python.start(words, output=file.fileno(), environment=environment, folder=folder)
     try:
         for _ in range(240):
             if ADDRESS.search(log.read_text()) or process.poll() is not None:
@@ -178,7 +176,7 @@ def serve(words: list[str], folder: Path, environment: dict[str, str]) -> None:
         process.wait(10)
 
 
-def with_timeout(process: subprocess.Popen[bytes], seconds: float) -> None:
+def with_timeout(process: warm_python.Started, seconds: float) -> None:
     """Wait so long, or until the process ends."""
     try:
         process.wait(seconds)
