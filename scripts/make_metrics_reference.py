@@ -18,6 +18,7 @@ _GROUPS = (
     ("Batches and totals", "step batch total dataset sampling curriculum layout memory"),
     ("Asynchronous rollouts and engines", "stream engines"),
     ("Time", "timing"),
+    ("Served models", "serve"),
 )
 _INTRODUCTION = """\
 # Metrics
