@@ -104,7 +104,8 @@ def step_table(run: Run, records: Sequence[Json]) -> list[Json]:
     failed = {file.step for file in run.rollout_files() if file.purpose == "failed"}
     table = []
     for step in sorted(by_step.keys() | failed)[-_LAST_STEPS:]:
-        numbers = {name: _number(value) for name, value in by_step.get(step, {}).items()}
+        own = by_step.get(step, {})
+        numbers = {name: _number(own[name]) for name in own if name.startswith(("timing/", "failures/"))}
         record = {name: value for name, value in numbers.items() if value is not None}
         waits = {name.removeprefix(_WAIT): each for name, each in record.items() if name.startswith(_WAIT)}
         fraction, count = record.get("failures/fraction"), record.get("failures/count", 0)

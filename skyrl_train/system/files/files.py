@@ -143,8 +143,10 @@ def parse_strict_json(text: bytes | str) -> Any:
     Raises ValueError, as for any other text that is not JSON, for bytes that are not UTF-8, for NaN and infinities, for
     numbers of more digits than Python converts, and for nesting that would exhaust the stack of whoever walks it.
     """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = _DECODER.decode(text)
     except RecursionError:
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels") from None
     level = [content] if isinstance(content, _NESTED) else []
@@ -160,6 +162,9 @@ def parse_strict_json(text: bytes | str) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # `json.loads` would make one for each text
 
 
 def whole_number(content: Mapping[str, Any], name: str) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -171,21 +173,21 @@ def _trl_folder(root: Path) -> Path:
 def _files(folder: Path, pattern: re.Pattern[str], purpose: str) -> list[RolloutFile]:
     found: list[RolloutFile] = []
     try:
-        entries = list(folder.iterdir())
+        entries = list(os.scandir(folder))
     except OSError:  # none yet, or gone
         return found
     kinds = {_SAMPLE_FILE: "samples", _TRL_FILE: "trl", _VERL_FILE: "verl"}
-    for path in entries:
-        match = pattern.match(path.name)
+    for entry in entries:
+        match = pattern.match(entry.name)
         try:
-            status = path.stat()
+            status = entry.stat() if match else None
         except OSError:
             continue
-        if match and path.is_file():
-            kind: Any = kinds.get(pattern, path.suffix[1:])
+        if match and status and stat.S_ISREG(status.st_mode):
+            kind: Any = kinds.get(pattern, entry.name.rpartition(".")[2])
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             own = purpose or match["purpose"]
-            found.append(RolloutFile(path=path, kind=kind, purpose=own, step=int(match["step"]), stamp=stamp))
+            found.append(RolloutFile(path=Path(entry.path), kind=kind, purpose=own, step=int(match["step"]), stamp=stamp))
     return found
 
 
