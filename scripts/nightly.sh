@@ -71,6 +71,7 @@
 #                    test_bare_machine: the plan                  training and supervised training
 #                    test_command_blocks: pages of docs           the README's commands
 #                    test_migrate: plans of eleven configurations one of them; without a plan all, by default
+#                    test_limits: 500 clients at once             150 clients
 #                    test_selftest: all cases                     each case is of code that has tests of its own
 #                    test_measure: each piece of a CPU            three of them, by default
 #                    test_auto_placement: plans                   each size on each machine

@@ -110,7 +110,9 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
 def count_ranks(ranks: int) -> Counted:
     """Count the first rank's update, where `ranks` processes each hold a part of the model and have equally many rows."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, args=(ranks, folder), nprocs=ranks)
+        # One process imports torch, and the ranks are its copies.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        multiprocessing.start_processes(_rank, args=(ranks, folder), nprocs=ranks, start_method="forkserver")
         return Counted(**json.loads(Path(f"{folder}/counted").read_text(encoding="utf-8")))
 
 
