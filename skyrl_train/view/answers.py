@@ -173,11 +173,12 @@ class Answers:
     def _overview(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         del arguments
         lines = self._lines(run, problems)
-        steps = records.step_table(run, lines)
+        files = run.rollout_files()
+        steps = records.step_table(files, lines)
         plan = read_object(run.folder.plan_file, problems)
         names = sorted({name for line in lines for name in line})
         return {
-            "run": run.describe(),
+            "run": run.describe(files),
             "steps": steps,
             "phases": _names_in(step["phases"] for step in steps),
             "waits": _names_in(step["waits"] for step in steps),

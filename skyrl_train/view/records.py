@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_train.telemetry import phase_seconds
 from skyrl_train.telemetry.logs import redact
-from skyrl_train.telemetry.reading import Run, read_object
+from skyrl_train.telemetry.reading import RolloutFile, Run, read_object
 from skyrl_train.telemetry.records import kind_of
 
 Json = dict[str, Any]
@@ -98,10 +98,10 @@ def _default_series(series: Mapping[str, Sequence[float | None]]) -> list[str]:
     return [*chosen.values()]
 
 
-def step_table(run: Run, records: Sequence[Json]) -> list[Json]:
+def step_table(files: Sequence[RolloutFile], records: Sequence[Json]) -> list[Json]:
     """Return what each step took and what failed in it, for the last steps; one that failed as a whole has a line, too."""
     by_step = {record["step"]: record for record in records}
-    failed = {file.step for file in run.rollout_files() if file.purpose == "failed"}
+    failed = {file.step for file in files if file.purpose == "failed"}
     table = []
     for step in sorted(by_step.keys() | failed)[-_LAST_STEPS:]:
         own = by_step.get(step, {})

@@ -84,9 +84,9 @@ class Run:
             owner = ""
         return "running" if owner.isdigit() and Path(f"/proc/{owner}").exists() else "stopped"
 
-    def describe(self) -> dict[str, Any]:
-        """Return what a list of runs says of it."""
-        files = self.rollout_files()
+    def describe(self, files: Sequence[RolloutFile] | None = None) -> dict[str, Any]:
+        """Return what a list of runs says of it. `files`: of its rollouts, where they are known already."""
+        files = self.rollout_files() if files is None else files
         times = [each.stamp[2] / 1e9 for each in files]
         for path in (self.folder.metrics_file, self.root / "run.log"):
             with suppress(OSError):
@@ -187,7 +187,9 @@ def _files(folder: Path, pattern: re.Pattern[str], purpose: str) -> list[Rollout
             kind: Any = kinds.get(pattern, entry.name.rpartition(".")[2])
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             own = purpose or match["purpose"]
-            found.append(RolloutFile(path=Path(entry.path), kind=kind, purpose=own, step=int(match["step"]), stamp=stamp))
+            found.append(
+                RolloutFile(path=Path(entry.path), kind=kind, purpose=own, step=int(match["step"]), stamp=stamp)
+            )
     return found
 
 
