@@ -85,9 +85,15 @@ def reference() -> str:
 def _changed_most() -> Iterator[str]:
     yield "## The fifteen settings you will change\n"
     yield "Beside the groups `model=`, `data=`, `algorithm=`, `placement=` and `tracker=`, with their defaults:\n"
-    by_path = {field.path: field for field in walk(Config)}
-    yield from (f"    {path}={as_typed(by_path[path].default)}" for path in _CHANGED_MOST)
+    yield "| setting | meaning |\n|---|---|"
+    for field in sorted((each for each in walk(Config) if each.path in _CHANGED_MOST), key=_place):
+        first = re.split(r"(?<=[.;:]) ", documentation(field))[0].rstrip(".;:")
+        yield f"| `{field.path}={as_typed(field.default)}` | {_cell(first)} |"
     yield ""
+
+
+def _place(field: SchemaField) -> int:
+    return _CHANGED_MOST.index(field.path)
 
 
 def _groups(conf: Path) -> Iterator[str]:
