@@ -173,6 +173,11 @@ class Converter:
                 self.found.not_needed[name] = "what it says of logs, profiles or checkpoints is as it is here"
             else:
                 self._convert(name, value)
+        project = "tracker.wandb.project"
+        if project in self.found.settings and "wandb" not in self.found.settings.get("tracker", ()):
+            self.found.not_needed["project_name"] = (
+                f"{self.found.settings.pop(project)}: for tracker=wandb, which is off"
+            )
 
     def _convert(self, name: str, value: Any) -> None:
         here, written = self.row(name), self._written(name)
@@ -287,6 +292,7 @@ def gpus_and_nodes(to: Converter, gpus: Any, nodes: Any) -> None:
         to.found.settings["placement.num_gpus"] = count
         if isinstance(nodes, int) and nodes > 1:
             to.found.settings["placement.num_nodes"] = nodes
+            to.found.settings["placement.ray_address"] = "auto"  # of the node where it is started
 
 
 def context(to: Converter, prompt: Any, response: Any, name: str) -> None:

@@ -116,4 +116,16 @@ def convert_skyrl(to: Converter) -> None:
     to.done |= placed
     gpus, nodes = (to.values.get(f"trainer.placement.policy_num_{each}") for each in ("gpus_per_node", "nodes"))
     to.found.not_needed |= dict.fromkeys(placed, "placement=auto chooses for the GPUs that there are")
+    if to.values.get("trainer.fully_async.max_staleness_steps") and isinstance(gpus, int):
+        gpus += _gpus_of_engines(to)  # which are others than the policy's
     gpus_and_nodes(to, gpus, nodes or 1)
+
+
+def _gpus_of_engines(to: Converter) -> int:
+    """Of SkyRL's engines, whose settings lie in `generator`, or in its `inference_engine`."""
+    counts = (
+        ("num_inference_engines", "inference_engine_tensor_parallel_size"),
+        ("inference_engine.num_engines", "inference_engine.tensor_parallel_size"),
+    )
+    stated = [[int(to.values.get(f"generator.{name}", 1)) for name in names] for names in counts]
+    return max(num * size for num, size in stated)

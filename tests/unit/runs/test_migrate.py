@@ -270,6 +270,16 @@ def test_a_configuration_becomes_a_command_line_that_passes_the_plan(
     assert status == 0, capfd.readouterr()
 
 
+def test_what_a_cluster_and_a_tracker_need_is_there(converted: Callable[..., Migration]) -> None:
+    two_nodes = converted("verl", "dapo.sh", VERL["dapo.sh"]).settings
+    assert (two_nodes["placement.num_nodes"], two_nodes["placement.ray_address"]) == (2, "auto")
+    found = converted("verl", "multi_turn.yaml", VERL["multi_turn.yaml"])
+    assert "tracker.wandb.project" not in found.settings
+    assert found.not_needed["project_name"] == "p: for tracker=wandb, which is off"
+    # Engines that generate during updates have a GPU beside the policy's.
+    assert converted("skyrl", "lora_async.yaml", SKYRL["lora_async.yaml"]).settings["placement.num_gpus"] == 2
+
+
 def test_samples_of_trl_become_prompts(converted: Callable[..., Migration]) -> None:
     settings = converted("trl", "grpo.yaml", TRL["grpo.yaml"]).settings
     # 16 rows x 4 accumulated = 64 samples, of 8 each: 8 prompts.
