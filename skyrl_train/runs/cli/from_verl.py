@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from skyrl_train.runs.cli.foreign_names import (
     Converter,
     context,
@@ -127,5 +129,5 @@ def _gpus_of_engines(to: Converter) -> int:
         ("num_inference_engines", "inference_engine_tensor_parallel_size"),
         ("inference_engine.num_engines", "inference_engine.tensor_parallel_size"),
     )
-    stated = [[int(to.values.get(f"generator.{name}", 1)) for name in names] for names in counts]
-    return max(num * size for num, size in stated)
+    stated = [[to.values.get(f"generator.{name}") for name in names] for names in counts]
+    return max(math.prod(each for each in both if isinstance(each, int)) for both in stated)
