@@ -28,7 +28,7 @@ from pathlib import Path
 
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from tests.reliability.crash_states import CrashState, Disk
-from tests.reliability.recordings import build_model
+from tests.reliability.recordings import build_model, prepare_to_fork
 from tests.reliability.resume_crash_states import SCRATCH, Warm, run_cases, warm
 
 NEWEST = 3
@@ -146,5 +146,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    prepare_to_fork()
     sys.exit(main())

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 if TYPE_CHECKING:
     from skyrl_train.trainers import RunEvent
 
-# Or MKL keeps its buffers in a list by thread, whose lock a forked child may find taken. Read at the first product.
-os.environ["MKL_DISABLE_FAST_MM"] = "1"
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600.0
 KILLED_AT_STEPS = (1, 3)
@@ -108,6 +106,13 @@ class Operation:
     data: bytes = b""
     offset: int = 0
     """Of a write; of a truncation, the length that remains."""
+
+
+def prepare_to_fork() -> None:
+    """Settle, before the first product, what a process needs whose children are forks of it: one thread, and that MKL keeps
+    no list of buffers by thread, whose lock a child may find taken."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["MKL_DISABLE_FAST_MM"] = "1"
 
 
 def build_model(folder: Path) -> Path:

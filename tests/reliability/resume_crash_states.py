@@ -42,7 +42,7 @@ from skyrl_train.errors import SkyrlTrainError, StopRequested
 from skyrl_train.runs.cli import HYDRA_VERSION_BASE, conf_dir, load_node, register_resolvers
 from tests.reliability import recordings
 from tests.reliability.crash_states import CrashState, Disk, crash_states
-from tests.reliability.recordings import KINDS, Kind, build_model, overrides, record
+from tests.reliability.recordings import KINDS, Kind, build_model, overrides, prepare_to_fork, record
 
 CASE_TIMEOUT_S = 300.0
 NUM_KEPT = 2
@@ -327,5 +327,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    prepare_to_fork()
     sys.exit(main())
