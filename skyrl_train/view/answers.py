@@ -176,7 +176,7 @@ class Answers:
         files = run.rollout_files()
         steps = records.step_table(files, lines)
         plan = read_object(run.folder.plan_file, problems)
-        names = sorted({name for line in lines for name in line})
+        names = sorted(set[str]().union(*lines))
         return {
             "run": run.describe(files),
             "steps": steps,

@@ -102,10 +102,11 @@ def step_table(files: Sequence[RolloutFile], records: Sequence[Json]) -> list[Js
     """Return what each step took and what failed in it, for the last steps; one that failed as a whole has a line, too."""
     by_step = {record["step"]: record for record in records}
     failed = {file.step for file in files if file.purpose == "failed"}
+    shown = _names(by_step.values(), "timing/", "failures/")
     table = []
     for step in sorted(by_step.keys() | failed)[-_LAST_STEPS:]:
         own = by_step.get(step, {})
-        numbers = {name: _number(own[name]) for name in own if name.startswith(("timing/", "failures/"))}
+        numbers = {name: _number(own[name]) for name in own if name in shown}
         record = {name: value for name, value in numbers.items() if value is not None}
         waits = {name.removeprefix(_WAIT): each for name, each in record.items() if name.startswith(_WAIT)}
         fraction, count = record.get("failures/fraction"), record.get("failures/count", 0)
@@ -158,11 +159,12 @@ def memory_facts(run: Run, records: Sequence[Json], problems: list[str]) -> Json
                             "probes": [probe for probe in _list(sizing.get("probes")) if isinstance(probe, dict)],
                         }
                     )
-    measured: dict[str, list[list[float]]] = {}
-    for record in records[-_LAST_STEPS:]:
-        for name, value in record.items():
-            if name.startswith("memory/") and (number := _number(value)) is not None:
-                measured.setdefault(name, []).append([record["step"], number])
+    last = records[-_LAST_STEPS:]
+    points = {
+        name: [[record["step"], number] for record in last if (number := _number(record.get(name))) is not None]
+        for name in sorted(_names(last, "memory/"))
+    }
+    measured = {name: found for name, found in points.items() if found}
     return {"roles": roles, "measured": measured}
 
 
@@ -202,8 +204,14 @@ def _thinned(lines: Sequence[Json], most: int) -> list[int]:
     if len(lines) <= most:
         return list(range(len(lines)))
     even = {round(index * (len(lines) - 1) / (most - 1)) for index in range(most)}
-    evaluated = [index for index, line in enumerate(lines) if any(name.startswith("eval/") for name in line)]
+    held_out = _names(lines, "eval/")
+    evaluated = [index for index, line in enumerate(lines) if not held_out.isdisjoint(line)]
     return sorted(even.union(evaluated[-most:]))
+
+
+def _names(lines: Iterable[Json], *beginnings: str) -> set[str]:
+    """Return the names of metrics that begin so; to ask each of all lines takes longer than all else about them."""
+    return {name for name in set[str]().union(*lines) if name.startswith(beginnings)}
 
 
 def _sums(lines: Sequence[Json], name: str) -> list[float]:

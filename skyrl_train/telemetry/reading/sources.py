@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -33,16 +33,20 @@ _MAX_RUNS = 64
 """Runs that are opened where a folder of runs is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutFile:
-    """One file of one step's rollouts."""
+class RolloutFile(NamedTuple):
+    """One file of one step's rollouts. A long run has tens of thousands, which are listed at each question."""
 
-    path: Path
+    where: str
     kind: Literal["parquet", "jsonl", "samples", "trl", "verl"]
     purpose: str
     step: int
     stamp: tuple[int, int, int]
     """Its inode, size and time of change: another stamp is another content."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +70,11 @@ class Run:
             found = _files(_trl_folder(self.root), _TRL_FILE, "train")
         else:
             found = _files(self.root, _VERL_FILE, "train")
-        by_step = {(each.purpose, each.step): each for each in sorted(found, key=lambda each: each.kind, reverse=True)}
-        kept = {**by_step, **{(each.purpose, each.step): each for each in found if each.kind == "parquet"}}
-        return sorted(kept.values(), key=lambda each: (each.step, each.purpose))
+        by_step: dict[tuple[int, str], RolloutFile] = {}
+        for each in found:
+            if each.kind == "parquet" or (each.step, each.purpose) not in by_step:
+                by_step[each.step, each.purpose] = each
+        return [by_step[key] for key in sorted(by_step)]
 
     def state(self) -> State:
         """Return whether it is going on: the process that holds the folder lives. Nothing is locked to find out."""
@@ -187,9 +193,7 @@ def _files(folder: Path, pattern: re.Pattern[str], purpose: str) -> list[Rollout
             kind: Any = kinds.get(pattern, entry.name.rpartition(".")[2])
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             own = purpose or match["purpose"]
-            found.append(
-                RolloutFile(path=Path(entry.path), kind=kind, purpose=own, step=int(match["step"]), stamp=stamp)
-            )
+            found.append(RolloutFile(entry.path, kind, own, int(match["step"]), stamp))
     return found
 
 
