@@ -2,8 +2,8 @@
 
     python scripts/plant_bugs.py                          # all of scripts/planted_bugs.yaml; fails where one goes unseen
     python scripts/plant_bugs.py --only clip_higher_ignored one_epoch_only
-    python scripts/plant_bugs.py --jobs 2 --write docs/planted_bugs.md
-    python scripts/plant_bugs.py --only admission_off_by_one --write docs/planted_bugs.md     # the other rows stay
+    python scripts/plant_bugs.py --jobs 2 --write tests/planted_bugs.md
+    python scripts/plant_bugs.py --only admission_off_by_one --write tests/planted_bugs.md     # the other rows stay
 
 A bug is a piece of text that stands once in a file and what it becomes. The copy is a temporary folder: nothing here is
 changed but the page that `--write` names. A test that noticed a bug before, by that page, is run first; only where it
@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parent.parent
 BUGS = ROOT / "scripts" / "planted_bugs.yaml"
-PAGE = ROOT / "docs" / "planted_bugs.md"
+PAGE = ROOT / "tests" / "planted_bugs.md"
 TIMEOUT_S = 900.0
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 _RECORDED = re.compile(r"^\| `(\w+)` \|.*\| `(tests/[^`]+)` \|$", re.MULTILINE)
@@ -168,7 +168,7 @@ def try_all(bugs: Sequence[Bug], recorded: Mapping[str, str], jobs: int) -> list
 
 
 def page_of(bugs: Sequence[Bug], outcomes: Sequence[Outcome], recorded: Mapping[str, str]) -> str:
-    """The page docs/planted_bugs.md; a bug that was not tried now is shown as `recorded`."""
+    """The page tests/planted_bugs.md; a bug that was not tried now is shown as `recorded`."""
     tests = dict(recorded)
     notes: dict[str, str] = {}
     for outcome in outcomes:
@@ -179,7 +179,7 @@ def page_of(bugs: Sequence[Bug], outcomes: Sequence[Outcome], recorded: Mapping[
         "",
         "Bugs that trainers of language models have shipped, and at the end changes that were drawn by chance, planted in a",
         f"copy of this code one at a time, and the test of the default suite that notices each: {caught} of {len(bugs)}.",
-        "Written by `python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes are in",
+        "Written by `python scripts/plant_bugs.py --write tests/planted_bugs.md`; the changes are in",
         "`scripts/planted_bugs.yaml`.",
         "",
         "| bug | what goes wrong | where | first test that fails |",
