@@ -48,6 +48,8 @@ from skyrl_train.plan.forms import (
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 MODELS = ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")
 GPUS = (1, 8, 64, 512)
+SPLITS = ((8, 8), (64, 448), (256, 256))
+"""GPUs that train and that generate."""
 PROMPTS, SAMPLES = 512, 8
 STALENESS = (1, 4)
 STEPS, WARM_UP = 6, 1
@@ -87,11 +89,16 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:,.0f}" if count >= 1e11 else f"{count / 1e9:.3g}"
 
 
+def number(value: float) -> str:
+    """Return three digits, and thousands without an exponent."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
 def layout(update: Update) -> str:
     """Return how ranks lie, in words of the configuration."""
     name = f"{update.mesh.shard} x {update.mesh.replicate}" if update.mesh.replicate > 1 else f"{update.mesh.shard}"
-    name += f", experts over {update.mesh.expert}" if update.mesh.expert > 1 else ""
-    what = "state away" if update.memory.get("parameters") else "offload"
+    name += f", EP {update.mesh.expert}" if update.mesh.expert > 1 else ""
+    what = "optimizer offload" if update.memory.get("parameters") else "offload"
     return name + (f", {what} ({gigabytes(update.host_bytes)})" if update.host_bytes else "")
 
 
@@ -114,43 +121,15 @@ def best_update(model: ScaledModel, num_gpus: int, work: Work, *, tensor: int = 
 
 
 def update_table(work: Work) -> str:
-    """Return the table of memory, bytes and seconds of an update."""
-    columns = (
-        *("model", "GPUs", "shards x replicas", "state", "in flight", "activations", "in all"),
-        *(
-            "micro-batches",
-            "gathered",
-            "summed",
-            "states",
-            "replicas",
-            "sync",
-            "products, s",
-            "links, s",
-            "sync, s",
-            "limit",
-        ),
-    )
+    """Return the table of memory and seconds of an update."""
+    columns = ("model", "GPUs", "shards x replicas", "memory, GB", "step, s", "links, s", "sync, s")
 
     def rows() -> Iterator[Sequence[object]]:
         for name in MODELS:
             for gpus in GPUS:
                 found = best_update(ScaledModel.named(name), gpus, work)
-                kinds, moved, seconds = found.memory, found.moved, found.seconds
-                state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-                yield (
-                    *(name, gpus, layout(found), gigabytes(state)),
-                    gigabytes(kinds["gathered parameters"] + kinds["gradients in flight"]),
-                    gigabytes(kinds["activations"]),
-                    gigabytes(found.memory_bytes),
-                    f"{found.micro_batches} of {found.micro_batch:,}",
-                    gigabytes(moved["gathered parameters"]),
-                    gigabytes(moved["summed gradients"]),
-                    gigabytes(moved["states"]),
-                    gigabytes(moved["replicas"]),
-                    gigabytes(moved["weight sync"]),
-                    *(f"{value:,.3g}" for value in (seconds["products"], found.links_s, seconds["weight sync"])),
-                    found.limit,
-                )
+                times = (found.step_s, found.links_s, found.seconds["weight sync"])
+                yield name, gpus, layout(found), gigabytes(found.memory_bytes), *map(number, times)
 
     return table(columns, rows())
 
@@ -158,11 +137,7 @@ def update_table(work: Work) -> str:
 def tensor_table(work: Work) -> str:
     """Return the table of updates of dense models by ranks with parts of each matrix: as many as make the shortest step,
     beside the step of ranks with whole ones."""
-    columns = (
-        *("model", "GPUs", "parts", "shards x replicas", "state", "in flight", "activations", "in all"),
-        *("micro-batches", "gathered", "summed", "partial sums"),
-        *("products, s", "links, s", "partial sums, s", "step, s", "without, s", "in all, without"),
-    )
+    columns = ("model", "GPUs", "parts", "shards x replicas", "memory, GB", "step, s", "without, s")
 
     def rows() -> Iterator[Sequence[object]]:
         for model in (ScaledModel.named(name) for name in MODELS[:3]):
@@ -172,17 +147,9 @@ def tensor_table(work: Work) -> str:
                     (best_update(model, gpus, work, tensor=size) for size in (2, 4, 8) if model.kv_heads % size == 0),
                     key=lambda each: (bool(each.host_bytes), each.step_s),
                 )
-                kinds, moved, seconds = found.memory, found.moved, found.seconds
-                state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
                 yield (
-                    *(model.name, gpus, found.mesh.tensor, layout(found), gigabytes(state)),
-                    gigabytes(kinds["gathered parameters"] + kinds["gradients in flight"]),
-                    gigabytes(kinds["activations"]),
-                    gigabytes(found.memory_bytes),
-                    f"{found.micro_batches} of {found.micro_batch:,}",
-                    *(gigabytes(moved[kind]) for kind in ("gathered parameters", "summed gradients", "partial sums")),
-                    *(f"{value:,.3g}" for value in (seconds["products"], found.links_s, seconds["partial sums"])),
-                    *(f"{found.step_s:,.3g}", f"{whole.step_s:,.3g}", gigabytes(whole.memory_bytes)),
+                    *(model.name, gpus, found.mesh.tensor, layout(found), gigabytes(found.memory_bytes)),
+                    *map(number, (found.step_s, whole.step_s)),
                 )
 
     return table(columns, rows())
@@ -220,28 +187,25 @@ def streamed(model: ScaledModel, update: Update, engine_gpus: int) -> StreamedSy
 
 def sync_table(work: Work) -> str:
     """Return the table of bytes on each link in a weight sync between GPUs that share no node."""
-    columns = ("model", "train / generate", "weights", "ranks that send", "enter", "across", "a node", "within")
+    columns = ("model", "train / generate", "enter", "across", "within", "sync, s")
 
     def rows() -> Iterator[Sequence[object]]:
         for name in MODELS:
             model = ScaledModel.named(name)
-            for learner_gpus, engine_gpus in ((8, 8), (64, 64), (64, 448), (256, 256)):
-                update = best_update(model, learner_gpus, work)
-                found, mesh = streamed(model, update, engine_gpus), update.mesh
+            for learner_gpus, engine_gpus in SPLITS:
+                found = streamed(model, best_update(model, learner_gpus, work), engine_gpus)
                 enter, across, within = (found.links[stage] for stage in ("enter", "across", "within"))
                 yield (
-                    *(name, f"{learner_gpus} / {engine_gpus}", gigabytes(model.engine_bytes * model.counts.total)),
-                    *(mesh.shard * mesh.tensor, gigabytes(enter.network), gigabytes(across.network)),
-                    gigabytes(max(enter.node_network, across.node_network)),
-                    *(gigabytes(within.local), f"{found.num_calls:,}", f"{found.seconds:,.2g}"),
+                    *(name, f"{learner_gpus} / {engine_gpus}", gigabytes(enter.network), gigabytes(across.network)),
+                    *(gigabytes(within.local), f"{found.seconds:,.2g}"),
                 )
 
-    return table((*columns, "calls", "sync, s"), rows())
+    return table(columns, rows())
 
 
 def schedule_table(lengths: Lengths, num_gpus: int = GPUS[-1]) -> str:
     """Return the table of simulated steps."""
-    columns = ("model", "tools", "GPUs of an engine", "serial, s", "engines / learner")
+    columns = ("model", "tools", "serial, s", "engines / learner")
 
     def rows() -> Iterator[Sequence[object]]:
         for name in MODELS:
@@ -264,9 +228,9 @@ def schedule_table(lengths: Lengths, num_gpus: int = GPUS[-1]) -> str:
                         continue
                     found = run(model, engines, num_gpus - engines, staleness, lengths, tools)
                     seconds = found.mean_step_s(WARM_UP)
-                    cells += [f"{seconds:,.3g}", f"{step_s / seconds:.2f}"]
+                    cells += [number(seconds), f"{step_s / seconds:.2f}"]
                 split = f"{engines} / {num_gpus - engines}" if engines < num_gpus else ""
-                yield name, label, size, f"{step_s:,.3g}", split, *cells
+                yield name, label, number(step_s), split, *cells
 
     more = [name for each in STALENESS for name in (f"staleness {each}, s", "times serial")]
     return table((*columns, *more), rows())

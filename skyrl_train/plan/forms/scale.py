@@ -307,11 +307,6 @@ class Update:
         shorter, longer = sorted((self.seconds["products"], self.links_s))
         return longer + _HIDDEN * shorter + sum(self.seconds[name] for name in _EXPOSED)
 
-    @property
-    def limit(self) -> str:
-        """The name of what takes most of the update's seconds."""
-        return max(self.seconds, key=lambda name: self.seconds[name])
-
 
 def update_on(
     model: ScaledModel,
