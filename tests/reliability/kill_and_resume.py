@@ -4,12 +4,14 @@
     python -m tests.reliability.kill_and_resume --kills 20 --kind sft --kills-a-run 2 --jobs 2
     python -m tests.reliability.kill_and_resume --kills 60 --kind stream --kills-a-run 4
     python -m tests.reliability.kill_and_resume --kills 60 --kind stream --kills-a-run 4 --at-operations
+    python -m tests.reliability.kill_and_resume --kills 40 --kind ray --one-process placement.rollouts=engines
     python -m tests.reliability.kill_and_resume --kills 3 --kind gpu     # where there are CUDA devices
 
 Each trial starts the real command in a folder of its own and kills its whole process group at a random moment, once or
-several times; then the same command runs until it ends by itself. `metrics.jsonl` (timings aside) and the exported weights
-are compared with those of the undisturbed run, byte for byte. On Ray what the killed run had started must be gone before
-the next one. What a `stream` trains on depends on time, so that it is judged by its journal and its replay
+several times; with `--one-process` any one of its processes instead (the driver, an actor, one of Ray's own), after which
+the run may go on by itself. Then the same command runs until it ends by itself. `metrics.jsonl` (timings aside) and the
+exported weights are compared with those of the undisturbed run, byte for byte. On Ray what the killed run had started must
+be gone before the next one. What a `stream` trains on depends on time, so that it is judged by its journal and its replay
 (`stream_kills.py`). Exit status 1 and the differences where any trial differs.
 """
 
@@ -36,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.reliability import stream_kills
 from tests.support import warm_python
-from tests.support.process_trees import Family, cpu_seconds, descendants
+from tests.support.process_trees import Family, command_line, cpu_seconds, descendants
 from tests.support.warm_python import Started
 
 DEADLINE_S = 900.0
@@ -109,8 +111,8 @@ KINDS = {
 }
 """The module and the overrides of each kind of run. Supervised: batches made ahead, two ends of an epoch. On GPUs: engines
 and ranks on all that there are."""
-MEASURED = ("timing/", "memory/")
-"""Prefixes of metrics that are measured, and differ from run to run."""
+MEASURED = ("timing/", "memory/", "run/restarts")
+"""Prefixes of metrics that are measured, or count what was disturbed, and differ from run to run."""
 
 
 def command(folder: Path, words: Sequence[str]) -> list[str]:
@@ -186,6 +188,31 @@ def trial(folder: Path, words: Sequence[str], points: Sequence[float]) -> list[s
     return reached
 
 
+def trial_of_one(folder: Path, words: Sequence[str], points: Sequence[float]) -> list[str]:
+    """As `trial`, killing one process of the run at each point; where the run then ends well, no other point follows."""
+    reached = []
+    for point_s in points:
+        process = start(folder, words)
+        family = Family(process.pid)
+        follow(process, until=lambda used_s: used_s >= point_s)  # noqa: B023
+        if process.poll() is None:
+            victim = random.Random(point_s).choice(descendants(process.pid))
+            reached.append("the driver" if victim == process.pid else command_line(victim)[:60])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        try:
+            status = process.wait(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise RuntimeError(f"{reached[-1]} was killed, and the run did not end in {DEADLINE_S:.0f} s") from None
+        if left := family.left(within_s=LEFT_TIMEOUT_S):
+            raise RuntimeError(f"processes are left {LEFT_TIMEOUT_S:.0f} s after {reached[-1:]} was killed: {left}")
+        if status == 0:
+            return reached
+    run_to_the_end(folder, words)
+    return reached
+
+
 def follow(process: Started, until: Callable[[float], bool]) -> float:
     """Seconds of processor time of the process and all that stem from it, which say how far a run is whatever else the
     machine does, when `until` is first true of them or the process has ended."""
@@ -212,13 +239,17 @@ def draw_points(rng: random.Random, count: int, *, start_s: float, whole_s: floa
 
 
 def one(
-    folder: Path, words: Sequence[str], kind: str, points: Sequence[float], expected: RunResult
+    folder: Path,
+    words: Sequence[str],
+    killing: Callable[[Path, Sequence[str], Sequence[float]], list[str]],
+    points: Sequence[float],
+    expected: RunResult,
 ) -> tuple[int, bool]:
     """One trial, with its line: kills that met a running process, and whether the run ended as it should. The folder of one
     that did is removed."""
     reached: list[str] = []
     try:
-        reached = trial(folder, words, points)
+        reached = killing(folder, words, points)
         found = differences(expected, result(folder))
     except (OSError, ValueError, RuntimeError) as error:
         found = [str(error)]
@@ -240,12 +271,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--at-operations", action="store_true", help="kill a stream before file operations, not at moments"
     )
+    parser.add_argument("--one-process", action="store_true", help="kill any one process of the run, not all of them")
     parser.add_argument("--output", type=Path, help="folder for the runs; a temporary one unless given")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides")
     args = parser.parse_args(argv)
     if args.kind == "stream":
         return stream_kills.main(args)
-    words = [*KINDS[args.kind], *args.overrides]
+    words, killing = [*KINDS[args.kind], *args.overrides], trial_of_one if args.one_process else trial
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as scratch, ThreadPoolExecutor(args.jobs) as pool:
         root = args.output or Path(scratch)
         start_s, whole_s = measure(root / "undisturbed", words)
@@ -259,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trials = []
         for first in range(0, args.kills, args.kills_a_run):
             points = draw_points(rng, min(args.kills_a_run, args.kills - first), start_s=start_s, whole_s=whole_s)
-            trials.append(pool.submit(one, root / f"run_{first:03d}", words, args.kind, points, expected))
+            trials.append(pool.submit(one, root / f"run_{first:03d}", words, killing, points, expected))
         ended = [trial.result() for trial in trials]
     failed = sum(not is_right for _, is_right in ended)
     print(f"{args.kind}: {len(ended)} runs, {len(ended) - failed} ended identical to the undisturbed one")

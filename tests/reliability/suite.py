@@ -91,6 +91,11 @@ PARTS = (
         whole=f"{_KILLS} --kind ray --kills 26 --kills-a-run 2 --jobs 1 {_SMALL}",
     ),
     Part(
+        name="kills_one",
+        fault="SIGKILL of any one process of an RL run on Ray whose rows are passed by reference",
+        whole=f"{_KILLS} --kind ray --one-process --kills 40 --kills-a-run 2 {_SMALL} placement.rollouts=engines",
+    ),
+    Part(
         name="kills_stream",
         fault="SIGKILL of the process group, RL with rollouts made while the learner updates",
         whole=f"{_KILLS} --kind stream --kills 64 --jobs 2 --kills-a-run 4",
