@@ -23,7 +23,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -79,15 +81,26 @@ def fill_shared_memory() -> None:
     os.close(file)
 
 
+def strike_in(owner: Any, name: str, strike: Callable[[], None], *, call: int, delay_s: float) -> None:
+    """Have `strike` called when the function of that name is called for the `call`th time, or so many seconds later."""
+    original, calls = getattr(owner, name), 0
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            if delay_s:
+                threading.Timer(delay_s, strike).start()
+            else:
+                strike()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
 def run_case(case: str, folder: Path, *overrides: str) -> None:
     """Inside the child: the trainer, with the signal sent when the phase of the second step begins."""
-    from skyrl_train.trainers import steps
-
     role, name, phase = case.split("-")
-    original = getattr(steps, phase)
-    # The first sync is the one before the first step.
-    strike_at = 3 if phase == "sync" else 2
-    calls = 0
 
     def strike() -> None:
         (folder / "struck").write_text(str(time.time()), encoding="utf-8")
@@ -100,17 +113,10 @@ def run_case(case: str, folder: Path, *overrides: str) -> None:
             (pid,) = [each for each in descendants(pid) if command_line(each).startswith(TITLES[role])]
         os.kill(pid, getattr(signal, f"SIG{name}"))
 
-    def wrapped(*args: object, **kwargs: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == strike_at:
-            if DELAY_S[phase]:
-                threading.Timer(DELAY_S[phase], strike).start()
-            else:
-                strike()
-        return original(*args, **kwargs)
+    from skyrl_train.trainers import steps
 
-    setattr(steps, phase, wrapped)
+    # The first sync is the one before the first step.
+    strike_in(steps, phase, strike, call=3 if phase == "sync" else 2, delay_s=DELAY_S[phase])
     sys.argv = ["skyrl-train", *OVERRIDES, *overrides, f"hydra.run.dir={folder}"]
     from skyrl_train.main import main
 
