@@ -36,7 +36,7 @@ PLACEMENTS: Mapping[tuple[str, int], Sequence[str]] = {
     ("async", 8): ("placement=gpu_8_split", "generator.vllm.num_engines=4"),
 }
 """Where another placement than the one that is chosen for so many GPUs is what the recipe is for."""
-COLUMNS = ("recipe", "GPUs", "of them", "samples", "model", "state, GB", "positions", "micro-batches", "disk, GB")
+COLUMNS = ("recipe", "GPUs", "on them", "model", "state, GB", "positions", "micro-batches", "disk, GB")
 SHORT = {"policy": "policy", "reference": "reference", "critic": "critic", "engine": "engines"}
 STATE = ("parameters", "gradients", "optimizer state")
 
@@ -65,15 +65,15 @@ def rows(recipe: str, gpus: int, found: Mapping[str, Any]) -> Iterator[tuple[obj
     """Yield a line of the table for each model, or the one that says why it is refused."""
     if found["violations"]:
         fields = ", ".join(f"`{each['field']}`" for each in found["violations"])
-        yield (recipe, gpus, f"refused: {fields}", *[""] * 6)
+        yield (recipe, gpus, f"refused: {fields}", *[""] * 5)
         return
     groups = [
-        "{} {}".format(group["num_bundles"], " + ".join(SHORT[role] for role, _ in group["slots"]))
+        "{}: {}".format(group["num_bundles"], ", ".join(SHORT[role] for role, _ in group["slots"]))
         for group in found["placement"]["groups"]
     ]
     passes = {(each["role"], each["phase"]): each for each in found["memory"]["passes"]}
     estimates = {each["role"]: each for each in found["estimates"]}
-    first = (recipe, gpus, "; ".join(groups), found["plan"]["num_samples_per_step"])
+    first = (recipe, gpus, "; ".join(groups))
     disk = gigabytes(sum(found["disk"].values()))
     for learner in found["plan"]["learners"]:
         role = learner["role"]
@@ -82,7 +82,7 @@ def rows(recipe: str, gpus: int, found: Mapping[str, Any]) -> Iterator[tuple[obj
         computed = estimates.get(role)
         count = computed["micro_batches_per_rank"] if computed else ""
         yield (*first, role, gigabytes(state), f"{best['budget']:,}", count, disk)
-        first, disk = ("", "", "", ""), ""
+        first, disk = ("", "", ""), ""
 
 
 def table(recipes: Sequence[str]) -> str:
