@@ -515,15 +515,15 @@ def rows_of(found: Sequence[tuple[Case, int, Norms, Norms]]) -> list[Row]:
 
 
 HEADER = (
-    "| Preset | Gradient norm | float64, shared | float64, own | float32, shared | float32, own | Flipped in float32 |",
-    "|---|---|---|---|---|---|---|",
+    "| Preset | Gradient norm | float64: shared, own | float32: shared, own |",
+    "|---|---|---|---|",
 )
 
 
 def line_of(row: Row) -> str:
-    cells = " | ".join(f"{row.largest[dtype, shared]:.0e}" for dtype in DTYPES for shared in (True, False))
-    flipped = f"{row.num_flipped} ({row.as_it_is:.0e} with them)" if row.num_flipped else "none"
-    return f"| `{row.preset}` | {row.norm:.4f} | {cells} | {flipped} |"
+    cells = " | ".join(f"{row.largest[dtype, True]:.0e}, {row.largest[dtype, False]:.0e}" for dtype in DTYPES)
+    flipped = f", {row.num_flipped} flipped ({row.as_it_is:.0e} with them)" if row.num_flipped else ""
+    return f"| `{row.preset}` | {row.norm:.4f} | {cells}{flipped} |"
 
 
 def in_jobs(presets: Sequence[str], jobs: int) -> tuple[list[str], bool]:

@@ -1,6 +1,6 @@
 """Our functions beside those of verl, TRL, OpenRLHF and SkyRL on random ragged inputs: where they agree, where not and why.
 
-`python scripts/compare_trainers.py` draws 200 inputs for each and writes the table in docs/algorithms.md.
+`python scripts/compare_trainers.py` draws 200 inputs for each and writes the tables in docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -489,7 +489,7 @@ ADVANTAGES = (
         "verl: remax, several turns",
         name="remax",
         call=_verl_remax,
-        deviates="a turn gets the trajectory's whole reward (step_rewards=outcome), there its return-to-go",
+        deviates="a turn gets the whole reward here, its return-to-go there",
     ),
     _advantage(
         "remax, step_rewards=turn_return",
@@ -554,7 +554,7 @@ ADVANTAGES = (
         "gae, whitened",
         "SkyRL: gae, several turns",
         call=_gae(SKYRL, "gamma", "lambd"),
-        deviates="observation tokens are skipped; there they take part in time",
+        deviates="observation tokens are skipped here",
         **GAE,
     ),
     _group("grpo", "SkyRL", SKYRL, "compute_grpo_outcome_advantage", tolerance=1e-3),

@@ -105,22 +105,26 @@ def _is_kept_tokenizer(value: object) -> bool:
 
 def roc(folder: Path) -> str:
     """Return, as Markdown, for each rule and some values of its limit in how many of the runs that it is to name, and of the
-    healthy ones, it speaks above a note: runs of all settings."""
+    healthy ones, it speaks above a note: runs of all settings. Rules that say the same at all values follow the table."""
     tables = {
         (setting, name): Tables(run) for setting in _there(folder) for name, run in recorded(folder, setting).items()
     }
     healthy = [key for key in tables if not PLANTS[key[1]].disease]
     lines = [f"| rule | limit | {' | '.join(_FACTORS)} |", f"|---|---|{'---|' * len(_FACTORS)}"]
+    alike: dict[str, list[str]] = {}
     for rule, limit in sorted(LIMITS.items()):
         own = [key for key in tables if rule in PLANTS[key[1]].named_by]
         cells = []
         for factor in _FACTORS.values():
             LIMITS[rule] = limit * factor
             spoken = {key for key in (*own, *healthy) if _speaks(rule, tables[key])}
-            cells.append(f"{len(spoken & set(own))} of {len(own)}, {len(spoken & set(healthy))} of {len(healthy)}")
+            cells.append(f"{len(spoken & set(own))}/{len(own)}, {len(spoken & set(healthy))}/{len(healthy)}")
         LIMITS[rule] = limit
-        lines.append(f"| `{rule}` | {limit:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        if len(set(cells)) == 1:
+            alike.setdefault(cells[0], []).append(f"`{rule}` ({limit:g})")
+        else:
+            lines.append(f"| `{rule}` | {limit:g} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {cell}: {', '.join(rules)}" for cell, rules in alike.items())])
 
 
 def _there(folder: Path) -> list[Name]:
