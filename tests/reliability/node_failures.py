@@ -2,9 +2,9 @@
 
     python -m tests.reliability.node_failures [--output FOLDER] [CASE ...]
 
-Runs the trainer on a Ray cluster of two nodes on this machine (two raylets): a policy sharded over both, a
-reference too, an engine, which makes answers up by their seeds and puts the rollouts into the object store itself. A case is BLOW-PHASE, e.g. `node-update`; the blow falls in the
-second step, a moment after the phase began:
+Runs the trainer on a Ray cluster of two nodes on this machine (two raylets): policy and reference sharded over both, and
+an engine that puts its rollouts into the object store itself. A case is BLOW-PHASE, e.g. `node-update`; the blow falls in
+the second step, a moment after the phase began:
 
     raylet   the raylet of the trainer's own node is killed
     node     all processes of the other node are killed, and another node joins
@@ -45,7 +45,7 @@ OVERRIDES = (
     "platform=cpu",
     "placement.backend=ray",
     "placement.rollouts=engines",
-    "generator.backend=tests.support.engines_apart:MadeUp",
+    "generator.backend=tests.support.engines_apart:hf_apart",
     "generator.sampling.max_generate_length=32",
     "placement.policy_num_workers=2",
     "placement.policy_num_nodes=2",
