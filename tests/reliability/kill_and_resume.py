@@ -4,7 +4,7 @@
     python -m tests.reliability.kill_and_resume --kills 20 --kind sft --kills-a-run 2 --jobs 2
     python -m tests.reliability.kill_and_resume --kills 60 --kind stream --kills-a-run 4
     python -m tests.reliability.kill_and_resume --kills 60 --kind stream --kills-a-run 4 --at-operations
-    python -m tests.reliability.kill_and_resume --kills 40 --kind ray --one-process placement.rollouts=engines
+    python -m tests.reliability.kill_and_resume --kills 40 --kind ray --one-process      # any one of its processes
     python -m tests.reliability.kill_and_resume --kills 3 --kind gpu     # where there are CUDA devices
 
 Each trial starts the real command in a folder of its own and kills its whole process group at a random moment, once or

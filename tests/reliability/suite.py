@@ -49,6 +49,13 @@ _SMALL = (
     "data.max_validation_prompts=32 trainer.train_batch_size=8 trainer.policy_mini_batch_size=4 "
     "trainer.critic_mini_batch_size=4"
 )
+_APART = (
+    "placement.rollouts=engines generator.backend=tests.support.engines_apart:hf_apart generator.max_batch_size=1 "
+    "generator.n_samples_per_prompt=4 trainer.train_batch_size=4 trainer.policy_mini_batch_size=4 "
+    "trainer.critic_mini_batch_size=4 data.validation=[]"
+)
+"""An engine in an actor, which puts its rollouts itself, one request at a time: what it computes together depends on time,
+and on that the last bit of a number."""
 _KILLS = "tests.reliability.kill_and_resume"
 PARTS = (
     Part(
@@ -93,7 +100,7 @@ PARTS = (
     Part(
         name="kills_one",
         fault="SIGKILL of any one process of an RL run on Ray whose rows are passed by reference",
-        whole=f"{_KILLS} --kind ray --one-process --kills 40 --kills-a-run 2 {_SMALL} placement.rollouts=engines",
+        whole=f"{_KILLS} --kind ray --one-process --kills 40 --kills-a-run 2 {_APART}",
     ),
     Part(
         name="kills_stream",
@@ -142,6 +149,11 @@ PARTS = (
         fault="a policy rank or a node that dies or freezes, an engine that does, /dev/shm full",
         whole=f"{_TEST} cluster tests/cluster/test_restarts.py tests/cluster/test_vllm_engine.py "
         "tests/unit/cluster/test_object_store.py",
+    ),
+    Part(
+        name="nodes",
+        fault="of two nodes of a cluster one is lost, stands still, or loses its raylet or the owner of its objects",
+        whole="tests.reliability.node_failures",
     ),
     Part(
         name="cluster_faults",
