@@ -50,12 +50,12 @@ _SMALL = (
     "trainer.critic_mini_batch_size=4"
 )
 _APART = (
-    "placement.rollouts=engines generator.backend=tests.support.engines_apart:hf_apart generator.max_batch_size=1 "
-    "generator.n_samples_per_prompt=4 trainer.train_batch_size=4 trainer.policy_mini_batch_size=4 "
+    "placement.rollouts=engines generator.backend=examples.plugins.engines:Apart generator.n_samples_per_prompt=4 "
+    "generator.sampling.max_generate_length=32 trainer.train_batch_size=4 trainer.policy_mini_batch_size=4 "
     "trainer.critic_mini_batch_size=4 data.validation=[]"
 )
-"""An engine in an actor, which puts its rollouts itself, one request at a time: what it computes together depends on time,
-and on that the last bit of a number."""
+"""An engine in an actor, which puts its rollouts itself, and answers one request at a time: of one that batches them the
+last bit of a log-probability depends on what it computes together, which depends on time."""
 _KILLS = "tests.reliability.kill_and_resume"
 PARTS = (
     Part(

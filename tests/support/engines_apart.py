@@ -1,4 +1,4 @@
-"""Engines that are cheap to have in actors: a model, and one that makes answers up and dies where it is told."""
+"""An engine that is cheap to have in actors: it makes answers up, and dies where it is told."""
 
 from __future__ import annotations
 
@@ -14,18 +14,10 @@ import numpy as np
 from skyrl_train.declarations import reads
 from skyrl_train.errors import EngineError
 from skyrl_train.inference import EngineSettings
-from skyrl_train.inference.hf import build_hf_engine
-from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.types import GenerationOutput, GenerationRequest, RolloutBatch, StopReason, Tokenizer, VersionRun
 from skyrl_train.weight_sync import UpdatableEngine
 
 BEFORE_FIRST_SYNC = -1
-
-
-@reads(own_devices=True)
-def hf_apart(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:
-    """`generator=hf` as an engine of its own."""
-    return build_hf_engine(settings, tokenizer)
 
 
 @reads(own_devices=True)
