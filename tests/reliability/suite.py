@@ -51,7 +51,7 @@ _SMALL = (
 )
 _APART = (
     "placement.rollouts=engines generator.backend=examples.plugins.engines:Apart generator.n_samples_per_prompt=4 "
-    "generator.sampling.max_generate_length=32 trainer.train_batch_size=4 trainer.policy_mini_batch_size=4 "
+    "generator.sampling.max_generate_length=8 trainer.train_batch_size=4 trainer.policy_mini_batch_size=4 "
     "trainer.critic_mini_batch_size=4 data.validation=[]"
 )
 """An engine in an actor, which puts its rollouts itself, and answers one request at a time: of one that batches them the
