@@ -21,7 +21,7 @@ import ray
 import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster.session import RaySession
+from skyrl_train.cluster.session import RaySession, ended_process
 from skyrl_train.errors import ActorError, ActorLostError, CollectiveError, EngineDeadError, SkyrlTrainError
 from skyrl_train.telemetry.logs import of_run
 
@@ -190,6 +190,11 @@ class Watch:
             # Most calls are done by then, and asking costs the caller as much as a call.
             if pending and pings is None:
                 pings = _Pings(actors, self._silence_timeout_s)
+            if pending and (ended := ended_process()):
+                first = next(iter(pending.values()))
+                raise self._lost(
+                    f"{first} (phase {self._phase}, {self._what}) is lost with Ray's session: {ended} has ended", first
+                )
             if pings is not None and (silent := pings.silent(list(pending.values()))):
                 silent.is_silent = True
                 raise self._lost(

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import ray
 import ray._private.authentication.authentication_token_setup as authentication
 import ray._private.ray_constants as constants
+import ray._private.worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.images import SentImages
@@ -45,6 +46,7 @@ _ANSWER_TIMEOUT_S = 5.0
 """How long a node may take to accept a connection."""
 _BATCH_BYTES = 1 << 30
 """Room in the object store for batches of small runs, and for whatever else passes between actors."""
+_NEEDED = ("raylet", "gcs_server")
 _SHARED_MEMORY = Path("/dev/shm")
 _TOO_SLOW = "timed out during startup"
 """What Ray says when a process of its own did not answer in time."""
@@ -245,6 +247,14 @@ class RaySession:
             _remove(self.folder)
             self.folder = None
             _authenticate(self._variables)
+
+
+def ended_process() -> str:
+    """Name the process of Ray's own, started by the session of this process, without which no actor answers or starts any
+    more, if one has ended; empty where all run, and on a cluster that was joined."""
+    node = ray_worker._global_node
+    ended = [name for name, _ in node.dead_processes()] if node is not None else []
+    return next((name for name in ended if name in _NEEDED), "")
 
 
 def object_store_bytes(largest_bucket_bytes: int, batch_bytes: int = 0, *, free_bytes: int | None = None) -> int:

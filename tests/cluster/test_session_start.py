@@ -55,6 +55,52 @@ def test_what_ray_did_not_start_in_time_is_started_once_more_and_nothing_is_left
     assert family.left(within_s=45.0) == []
 
 
+WITHOUT_A_RAYLET = """
+import os, ray, signal, time
+from skyrl_train.cluster.calls import RemoteActor, Watch
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.models import PlacementConfig
+from skyrl_train.errors import ActorLostError
+from tests.support.process_trees import command_line, descendants
+
+class Patient:
+    def ping(self):
+        return True
+
+session = RaySession(PlacementConfig(start_timeout_s=600.0), num_cpus=1, name="lost")
+handle = ray.remote(num_cpus=100)(Patient).remote()  # no machine has room for it: it is waited for
+actor = RemoteActor(handle=handle, role="patient", rank=0, log_folder=None)
+(raylet,) = [each for each in descendants(os.getpid()) if "/raylet" in command_line(each).partition(" ")[0]]
+os.kill(raylet, signal.SIGKILL)
+began = time.monotonic()
+try:
+    Watch(phase="start", what="ping", timeout_s=500.0, silence_timeout_s=400.0).wait([actor], [handle.ping.remote()])
+except ActorLostError as error:
+    print(error)
+print("at once" if time.monotonic() - began < 60 else "late")
+session.close()
+session = RaySession(PlacementConfig(start_timeout_s=600.0), num_cpus=1, name="next")
+print("alive", [each["Alive"] for each in ray.nodes()])
+session.close()
+"""
+
+
+def test_whoever_waits_for_actors_of_a_session_whose_raylet_has_ended_is_told_and_another_session_may_begin() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_RAYLET],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "patient rank 0 (not started yet)" in done.stdout
+    assert "raylet has ended" in done.stdout
+    assert "at once" in done.stdout
+    assert "alive [True]" in done.stdout
+
+
 WITH_A_TOKEN = """
 import os, ray, stat, subprocess, sys
 from pathlib import Path
