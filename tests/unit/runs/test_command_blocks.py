@@ -130,6 +130,7 @@ def run(command: Command, folder: Path) -> None:
     module = module_of(command)
     words = ["-m", module.removesuffix(".__main__"), *arguments_of(command, folder)]
     words += SETTINGS.get(module, []) if "--help" not in words else []
+    words += ["trainer.total_steps=3"] if "trainer.resume_mode=fork" in words else []  # more than the run has taken
     path = os.pathsep.join([str(REPOSITORY), *(f"{folder}/{each.partition('=')[2]}" for each in command.variables)])
     environment = {"PYTHONPATH": path, "BROWSER": "true"}
     if module in SERVERS and "--export" not in words:
