@@ -39,7 +39,7 @@ from tests.support.process_trees import Family, descendants
 BLOWS = ("raylet", "node", "owner", "slow")
 PHASES = {"generate": 0.3, "assemble": 0.0, "score": 0.1, "estimate": 0.0, "update": 0.3, "sync": 0.0}
 """Seconds after its begin."""
-CASES = tuple("-".join(each) for each in itertools.product(BLOWS, PHASES))
+CASES = tuple(f"{blow}-{phase}" for phase, blow in itertools.product(PHASES, BLOWS))
 OVERRIDES = (
     "+experiment=gsm8k_multiturn",
     "platform=cpu",
@@ -114,7 +114,10 @@ def _engine(folder: Path) -> int:
 
 
 def _replace(cluster: Any, node: Any) -> None:
+    import ray._private.utils as utils
+
     cluster.remove_node(node, allow_graceful=False)
+    utils.set_sigterm_handler = lambda handler: None  # this is no main thread, which alone may have one
     cluster.add_node(**NODE)
 
 
