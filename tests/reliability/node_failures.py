@@ -114,11 +114,17 @@ def _engine(folder: Path) -> int:
 
 
 def _replace(cluster: Any, node: Any) -> None:
+    cluster.remove_node(node, allow_graceful=False)
+    threading.Thread(target=_join, args=(cluster,), daemon=True).start()
+
+
+def _join(cluster: Any) -> None:
+    """Start a node, on a thread that does not end: the kernel ends Ray's processes with the thread that started them."""
     import ray._private.utils as utils
 
-    cluster.remove_node(node, allow_graceful=False)
-    utils.set_sigterm_handler = lambda handler: None  # this is no main thread, which alone may have one
+    utils.set_sigterm_handler = lambda handler: None  # the main thread alone may have one
     cluster.add_node(**NODE)
+    threading.Event().wait()
 
 
 def _stop_for_a_while(raylet: int) -> None:
