@@ -52,7 +52,7 @@ OVERRIDES = (
     "placement.policy_num_nodes=2",
     "placement.ref_num_workers=2",
     "placement.ref_num_nodes=2",
-    "placement.start_timeout_s=180",
+    "placement.start_timeout_s=400",
     "placement.call_timeout_s=180",
     "placement.silence_timeout_s=30",
     "strategy=fsdp2",
@@ -64,7 +64,7 @@ OVERRIDES = (
     "data.validation=[]",
 )
 STANDS_STILL_S = 6.0
-CASE_TIMEOUT_S = 600.0
+CASE_TIMEOUT_S = 900.0
 NODE = {"num_cpus": 4, "object_store_memory": 100 * 2**20}
 
 

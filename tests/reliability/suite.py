@@ -100,7 +100,7 @@ PARTS = (
     Part(
         name="kills_one",
         fault="SIGKILL of any one process of an RL run on Ray whose rows are passed by reference",
-        whole=f"{_KILLS} --kind ray --one-process --kills 40 --kills-a-run 2 {_APART}",
+        whole=f"{_KILLS} --kind ray --one-process --kills 60 --kills-a-run 2 {_APART}",
     ),
     Part(
         name="kills_stream",
