@@ -41,12 +41,6 @@ class CompiledProbe:
         arguments: of a micro-batch, e.g. shapes of parameters and of tokens `[rows, length]`.
         training: whether there is a backward pass in `function`.
         resident_bytes: what lies on the device beside the arguments, e.g. the optimizer's state.
-
-    A token budget for a loss in JAX, where `shapes(rows, length)` gives shapes of parameters and of tokens:
-
-        probe = CompiledProbe(jax.value_and_grad(loss), shapes, training=True)
-        probes = probes_at_the_limit(probe, [512, 1024, 2048], limit_bytes, max_rows=1024)
-        budget = fit_memory_model(probes).token_budget(limit_bytes, 2048)
     """
 
     def __init__(
