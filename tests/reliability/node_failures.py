@@ -73,7 +73,7 @@ def run_case(case: str, folder: Path) -> None:
     os.environ["RAY_prestart_worker_first_driver"] = os.environ["RAY_enable_worker_prestart"] = "0"  # noqa: SIM112
     from ray.cluster_utils import Cluster
 
-    from skyrl_train.cluster.stored import RayPlane
+    from skyrl_train.cluster import RayPlane
     from skyrl_train.main import main
     from skyrl_train.trainers import steps
 
