@@ -130,9 +130,13 @@ def _join(cluster: Any) -> None:
 
 def _stop_for_a_while(raylet: int) -> None:
     pids = descendants(raylet)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    threading.Timer(STANDS_STILL_S, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids]).start()
+
+    def send(signum: int) -> None:
+        for pid in pids:
+            os.kill(pid, signum)
+
+    send(signal.SIGSTOP)
+    threading.Timer(STANDS_STILL_S, send, args=(signal.SIGCONT,)).start()
 
 
 def run(case: str, folder: Path) -> tuple[str, float, list[str]]:
