@@ -1,6 +1,6 @@
 """Every fault that the project withstands, tried by one command.
 
-    python -m tests.reliability.suite                  # all of it: under two hours on two cores
+    python -m tests.reliability.suite                  # all of it: hours on two cores
     python -m tests.reliability.suite --sample         # under eight minutes; CI runs bit_flips of it
     python -m tests.reliability.suite crash_states kills
 
