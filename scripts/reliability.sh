@@ -1,5 +1,5 @@
 #!/bin/sh
-# Tries every fault of docs/reliability.md and prints a table of what became of them: under two hours on two cores.
+# Tries every fault of docs/reliability.md and prints a table of what became of them: hours on two cores.
 # Arguments go to the suite: ./scripts/reliability.sh --sample, ./scripts/reliability.sh crash_states bit_flips
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
