@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.derived import RunModels, sft_learner_settings
 from skyrl_train.config.door import as_now, load_root
-from skyrl_train.config.models import PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.data.sources import IMAGES
 from skyrl_train.errors import DataError
 from skyrl_train.images import with_pixels
@@ -23,7 +21,8 @@ from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.learner import read_tensors
 from skyrl_train.model.files import image_reader
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.construction.parts import Host, build_learners, learners_here, platform_here, ppo_settings
+from skyrl_train.runs.construction.parts import Host, build_learners, learners_here, ppo_settings
+from skyrl_train.runs.resolving import resolve
 from skyrl_train.runs.sft import size_policy
 from skyrl_train.runs.task import prepare_process
 from skyrl_train.telemetry import RunFolder, merge_metrics, to_values
@@ -59,17 +58,14 @@ class Opened:
     run: RunFolder
     folder: Path
     capsule: Capsule
-    config: Config | SFTConfig
+    recorded: Config | SFTConfig
     """As the step was made with: of reinforcement or of supervised learning."""
+    config: Config | SFTConfig
+    """The same, in this process."""
     before: Path
     """Models and state that it began with; of a refused step, the models as they were then."""
     after: Path | None
     """Of a step that was finished."""
-
-    @property
-    def platform(self) -> PlatformConfig:
-        """The device of this process."""
-        return platform_here(self.config.platform)
 
     def batch(self) -> TrainingInputBatch:
         """The training batch as it was recorded. Raises DataError where the step ended before there was one."""
@@ -94,13 +90,13 @@ class Opened:
 
     def bounds(self) -> Bounds:
         """By how much the step may differ here."""
-        config, platform = self.config, self.platform
-        is_same = (config.placement.backend, config.strategy.kind, config.platform) == (
+        recorded, config = self.recorded, self.config
+        is_same = (recorded.placement.backend, recorded.strategy.kind, recorded.platform) == (
             "inline",
             "single",
-            platform,
+            config.platform,
         ) and dict(self.capsule.versions) == library_versions()
-        if is_same and (not platform.on_gpu or config.deterministic):
+        if is_same and (not config.platform.on_gpu or config.deterministic):
             return EXACT
         return BFLOAT16 if config.model.dtype == "bfloat16" else FLOAT32
 
@@ -118,8 +114,16 @@ def open_capsule(run: Path, step: int) -> Opened:
         verify(before)
         verify(after)
     node, is_supervised = as_now(read_yaml(folder / CONFIG_FILE)).tree, capsule.denominators is not None
-    config: Config | SFTConfig = load_root(node, SFTConfig) if is_supervised else load_root(node, Config)
-    return Opened(run=RunFolder(run), folder=folder, capsule=capsule, config=config, before=before, after=after)
+    recorded: Config | SFTConfig = load_root(node, SFTConfig) if is_supervised else load_root(node, Config)
+    return Opened(
+        run=RunFolder(run),
+        folder=folder,
+        capsule=capsule,
+        recorded=recorded,
+        config=resolve(recorded, purpose="again").config,
+        before=before,
+        after=after,
+    )
 
 
 @contextmanager
@@ -138,18 +142,15 @@ def models_of(opened: Opened) -> Iterator[tuple[steps.Learners, TrainerState]]:
 
 
 def _built(opened: Opened, state: TrainerState, scratch: RunFolder, stack: ExitStack) -> steps.Learners:
-    """The models in this process: no Ray, one rank, and nothing that is written to the run's folder."""
+    """The models, with nothing that is written to the run's folder."""
     config = opened.config
     if isinstance(config, SFTConfig):
-        trainer = replace(config.trainer, profile_steps=())
-        here: Any = {"platform": opened.platform, "placement": PlacementConfig(), "strategy": StrategyConfig()}
-        supervised = replace(config, trainer=trainer, **here)
-        prepare_process(supervised)
-        policy = sft_learner_settings(supervised, total_steps=opened.capsule.total_steps)
+        prepare_process(config)
+        policy = sft_learner_settings(config, total_steps=opened.capsule.total_steps)
         learners = build_learners(RunModels(learners=(policy,)), stack, Host())
-        size_policy(supervised, learners.policy, scratch)
+        size_policy(config, learners.policy, scratch)
         return learners
-    return learners_here(config, opened.platform, state, scratch, stack)
+    return learners_here(config, state, scratch, stack)
 
 
 def _named(learners: steps.Learners) -> dict[str, Learner | Scorer]:

@@ -66,7 +66,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     Raises SkyrlTrainError.
     """
     of = config.trainer.resume_path or config.model.path
-    resolved = resolve(config, trains=False)
+    resolved = resolve(config, purpose="generate")
     console = _opened(resolved, title=f"evaluation of {of}")
     rows = read_all_rows(resolved.config)
     with uncollected():

@@ -2,24 +2,24 @@
 
     Config --place, size--> nothing is left at auto --rules--> sound --pin--> models and rewards have a digest --> Resolved
 
-A run, its first look and an evaluation begin here; so may whoever wants to know what a run would be.
+A run, its first look, an evaluation and a plan begin here, and so do an audit and a capsule's step that is executed again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
 
 from skyrl_train.config import AnyConfig, Config, RunConfig, SFTConfig
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.environment import RewardEntry, reward_entries
-from skyrl_train.config.models import ModelConfig
+from skyrl_train.config.models import ModelConfig, PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.rules import mixed_datasets
 from skyrl_train.data.sources import refuse_images
-from skyrl_train.errors import ConfigError, DataError, ModelError, counted
+from skyrl_train.errors import ConfigError, DataError, ModelError, Violation, counted
 from skyrl_train.model import files, pinned, source_line  # of which `files.weights_identity` alone imports torch
 from skyrl_train.model.sizes import read_architecture
 from skyrl_train.plan import placement_lines, placement_report
@@ -27,40 +27,101 @@ from skyrl_train.registry import TARGET, PartSpec, part_name, split_spec
 from skyrl_train.rollout import checked_prompts, rewards
 from skyrl_train.rollout.envs import reward_lines
 from skyrl_train.rollout.hosts import held_rewards
-from skyrl_train.runs.cli.placement import place, rule_violations, settle
+from skyrl_train.runs.cli.placement import place, place_for_plan, rule_violations, with_memory_settings
 from skyrl_train.system import LARGE_PAGES, Devices, detect_platform, local_devices, multiplies_bfloat16
 from skyrl_train.types import Prompt
 
-C = TypeVar("C", Config, SFTConfig)
-ConfigT = TypeVar("ConfigT", bound=AnyConfig)
+C = TypeVar("C", Config, SFTConfig, AnyConfig)
+ConfigT = TypeVar("ConfigT", bound=AnyConfig, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Generic[ConfigT]):
-    """A run of which nothing is left to choose, and nothing is known to be wrong."""
+    """A run of which nothing is left to choose, and nothing is known to be wrong but the `violations` of a plan."""
 
     config: ConfigT
-    """Placed and sized for the devices that there are; models and reward models by the digests of their weights."""
-    promise: str
-    """What a resumed run has in common with one that was not interrupted; also kept in `plan.json`."""
-    lines: tuple[str, ...]
-    """What a user wants to know before anything happens: where it runs, what it trains on what, where it writes."""
+    """Placed and sized; of a run, models and reward models by the digests of their weights."""
+    devices: Devices = field(default_factory=Devices)
+    """The GPUs that were found for a plan."""
+    notes: tuple[str, ...] = ()
+    """What a plan had to assume."""
+    violations: tuple[Violation, ...] = ()
+    """Why what is planned would be refused."""
+    is_placed: bool = True
+    """False where no placement can be chosen for a plan."""
+
+    @property
+    def promise(self) -> str:
+        """What a resumed run has in common with one that was not interrupted; also kept in `plan.json`."""
+        return resume_promise(self.config)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What a user wants to know before anything happens: where it runs, what it trains on what, where it writes."""
+        return tuple(first_lines(self.config))
 
 
-def resolve(config: C, *, trains: bool = True) -> Resolved[C]:
-    """Return the run of a configuration, for the devices that there are. `trains`: whether room to train is needed, or the
-    models only generate. Settles the threads of what is imported next.
+Purpose = Literal["train", "generate", "plan", "again"]
+
+
+def resolve(
+    config: C, *, purpose: Purpose = "train", announce: Callable[[str], object] = lambda _: None
+) -> Resolved[C]:
+    """Return the run of a configuration. Settles the threads of what a run imports next.
+
+    Args:
+        purpose: `train` and `generate` are for the devices that there are. `plan` is for those that are stated, reads no
+            weights, and has what is wrong in `violations`. `again` is a step that was recorded, in this process alone.
+        announce: Is told what takes seconds, one line each.
 
     Raises ConfigError with every rule that is broken; ModelError for weights that cannot be had.
     """
-    config = settle(config) if trains else place(config, training=False)
+    if purpose == "again":
+        return Resolved(config=_in_this_process(config))
+    if purpose == "plan" and isinstance(config, Config):
+        return _planned(config, announce)
+    config = place(config, training=purpose == "train")
+    if purpose == "train":
+        memory_gb = 0.0
+        if config.platform.name == "gpu":  # nothing is assumed here: what does not fit would fail in the run
+            memory_gb = config.placement.gpu_memory_gb or local_devices().memory_gb
+        config = with_memory_settings(config, memory_gb, announce)
     if violations := rule_violations(config):
         raise ConfigError(violations)
     limit_threads(config)
     config = replace(config, model=pinned(config.model))
-    if trains and isinstance(config, Config) and config.generator.backend != "replay":
+    if purpose == "train" and isinstance(config, Config) and config.generator.backend != "replay":
         config = with_reward_weights(config)
-    return Resolved(config=config, promise=resume_promise(config), lines=tuple(first_lines(config)))
+    return Resolved(config=config)
+
+
+def _planned(config: Config, announce: Callable[[str], object]) -> Resolved[Config]:
+    try:
+        config, devices, notes = place_for_plan(config)
+    except ConfigError as error:  # no placement can be chosen: the rules are those of all else
+        found = (*error.violations, *rule_violations(config, refused=["placement"]))
+        return Resolved(config=config, violations=found, is_placed=False)
+    memory_gb = config.plan.device_memory_gb or config.placement.gpu_memory_gb or devices.memory_gb
+    config = with_memory_settings(config, memory_gb, announce)
+    return Resolved(config=config, devices=devices, notes=tuple(notes), violations=tuple(rule_violations(config)))
+
+
+def _in_this_process(config: C) -> C:
+    """Return a recorded configuration without Ray, with one rank, on the device of this process; nothing is profiled."""
+    changes: dict[str, Any] = {
+        "platform": _device_here(config.platform),
+        "placement": PlacementConfig(),
+        "strategy": StrategyConfig(),
+        "trainer": replace(config.trainer, profile_steps=()),
+    }
+    return replace(config, **changes)
+
+
+def _device_here(platform: PlatformConfig) -> PlatformConfig:
+    """Return the run's device, or the CPU where there is no GPU."""
+    from torch import cuda
+
+    return platform if not platform.on_gpu or cuda.is_available() else replace(platform, name="cpu", device="cpu")
 
 
 def limit_threads(config: RunConfig) -> None:

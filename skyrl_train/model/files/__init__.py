@@ -6,10 +6,10 @@ if TYPE_CHECKING:
     from skyrl_train.model.files.export import export_model as export_model
     from skyrl_train.model.files.image_processor import (
         FamilyProcessor as FamilyProcessor,
-        image_reader as image_reader,
         image_reading as image_reading,
         pads_rows as pads_rows,
     )
+    from skyrl_train.model.files.image_reader import image_reader as image_reader
     from skyrl_train.model.files.reward_model import (
         ScorerSettings as ScorerSettings,
         SequenceScorer as SequenceScorer,

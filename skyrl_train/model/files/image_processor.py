@@ -6,9 +6,7 @@ Of transformers' processors those are taken that need Pillow and numpy alone; to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +34,6 @@ def image_reading(model: ModelConfig, settings: ImagesConfig) -> ImageReading | 
         return None
     processor = FamilyProcessor.of(folder)
     return ImageReading(processor.placeholder, processor, settings, marks=processor.marks)
-
-
-def image_reader(model: ModelConfig, settings: ImagesConfig) -> Callable[[str], Image]:
-    """Return what gives an image by its reference, or its sum. The model's folder is looked at when the first is asked for:
-    ModelError is raised then where it reads none."""
-
-    return _Reader(model, settings)
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """What `image_reader` gives; it travels to other processes."""
-
-    model: ModelConfig
-    settings: ImagesConfig
-
-    def __call__(self, reference: str) -> Image:
-        return self._reading.read(reference)
-
-    @cached_property
-    def _reading(self) -> ImageReading:
-        found = image_reading(self.model, self.settings)
-        if found is None:
-            raise ModelError(
-                f"model path {self.model.path!r} reads no images, and rollouts have some. Give one that does"
-            )
-        return found
 
 
 def pads_rows(model: ModelConfig) -> bool:

@@ -26,7 +26,8 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.rollout.hosts import row_columns, trajectory_facts
 from skyrl_train.rollout.rewards import call_reward
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.construction.parts import learners_here, platform_here, ppo_settings
+from skyrl_train.runs.construction.parts import learners_here, ppo_settings
+from skyrl_train.runs.resolving import resolve
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.reading import find_runs, first_line
 from skyrl_train.telemetry.records import read_facts, read_rollouts
@@ -92,7 +93,7 @@ def audit(folder: Path, only: Sequence[int] = ()) -> Iterator[Audited]:
     with ExitStack() as stack:
         scratch = RunFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-audit-"))))
         first = TrainerState.read(next(iter(steps_there.values())))
-        learners = learners_here(config, platform_here(config.platform), first, scratch, stack)
+        learners = learners_here(resolve(config, purpose="again").config, first, scratch, stack)
         for step, checkpoint in steps_there.items():
             verify(checkpoint)
             models = {"policy": learners.policy, "critic": learners.critic}

@@ -269,15 +269,6 @@ _CHECKPOINTING, _OFFLOAD = "model.gradient_checkpointing", "placement.offload"
 _ENGINE_SHARE = "generator.vllm.gpu_memory_utilization"
 
 
-def settle(config: C) -> C:
-    """Return the config of a run that trains, with its placement chosen and nothing left at `auto` that depends on the
-    memory of a device. Raises ConfigError where no placement can be chosen."""
-    memory_gb = 0.0
-    if config.platform.name == "gpu":  # nothing is assumed here: what does not fit would fail in the run
-        memory_gb = config.placement.gpu_memory_gb or local_devices().memory_gb
-    return with_memory_settings(place(config), memory_gb)
-
-
 def with_memory_settings(config: C, memory_gb: float, announce: Callable[[str], object] = lambda _: None) -> C:
     """Return the config, whose placement is chosen, with `model.gradient_checkpointing` and `placement.offload` as they were
     recorded, or as they follow from a device of `memory_gb`, 0 where that is not known; `derived` says why. `announce`: as

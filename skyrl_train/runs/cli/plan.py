@@ -20,7 +20,7 @@ from skyrl_train.config import Config, PlanConfig, TrainerConfig
 from skyrl_train.config.data import DataConfig, EnvironmentConfig
 from skyrl_train.config.door import for_hydra
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.config.rules import MixedDataset, mixed_datasets, validate_config
+from skyrl_train.config.rules import MixedDataset, mixed_datasets
 from skyrl_train.data import find_sources
 from skyrl_train.data.sources import is_cached
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError, Violation, counted
@@ -43,7 +43,7 @@ from skyrl_train.rollout import ChatTokens, check_tools, checked_prompts
 from skyrl_train.rollout.tools import make_parser, tool_schemas
 from skyrl_train.runs.cli.command_line import preflight
 from skyrl_train.runs.cli.machine import task_violations
-from skyrl_train.runs.cli.placement import place_for_plan, with_memory_settings
+from skyrl_train.runs.resolving import resolve
 from skyrl_train.system import find_modules_here
 from skyrl_train.telemetry.records import read_rollouts
 
@@ -76,14 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes = [" ".join(line.split()) for line in config.derived if line.startswith("sizes")]
         notes += [note] if note else []
         progress = Progress()
-        placement, memory, asked_for_memory = None, None, config.plan.device_memory_gb > 0
-        try:
-            config, found, assumed = place_for_plan(config)
-            notes += assumed
-            memory_gb = config.plan.device_memory_gb or config.placement.gpu_memory_gb
-            config = with_memory_settings(config, memory_gb or found.memory_gb, progress.tell)
+        asked_for_memory = config.plan.device_memory_gb > 0
+        resolved = resolve(config, purpose="plan", announce=progress.tell)
+        config, violations, placement, memory = resolved.config, list(resolved.violations), None, None
+        notes += resolved.notes
+        if resolved.is_placed:
             notes += [" ".join(line.split()) for line in config.derived if line.startswith(("form", "memory"))]
-            placement = placement_report(config, found)
+            placement = placement_report(config, resolved.devices)
             try:
                 memory = plan_memory(config, announce=progress.tell)
             except ModelError as error:
@@ -92,13 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 notes.append(f"Memory is left out. {error}")
             finally:
                 progress.end()
-            violations = [
-                *validate_config(config),
-                *head_violations(config),
-                *(memory.violations() if memory else ()),
-            ]
-        except ConfigError as error:  # no placement can be chosen: the rules are those of all else
-            violations = [*error.violations, *validate_config(config, refused=["placement"])]
+            violations += [*head_violations(config), *(memory.violations() if memory else ())]
         violations += task_violations(config.environment)
         notes += check_vocabulary(config.model)
         evaluated = [(each.data, each.environment) for each in datasets] or [(config.data, config.environment)]

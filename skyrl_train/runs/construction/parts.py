@@ -29,7 +29,7 @@ from skyrl_train.config.derived import (
     scores_entropies,
 )
 from skyrl_train.config.environment import with_reward_components
-from skyrl_train.config.models import ModelConfig, PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.placement import Role, count_engines, leaves_devices
 from skyrl_train.config.rules import data_parallel_size, mixed_datasets
 from skyrl_train.data import Curriculum
@@ -306,25 +306,14 @@ def size_micro_batches(
         console.header("memory", lines)
 
 
-def learners_here(
-    config: Config, platform: PlatformConfig, state: TrainerState, scratch: RunFolder, stack: ExitStack
-) -> Learners:
-    """Return the models of a run of reinforcement learning in this process, with the weights that it began with: no Ray, one
-    rank, and nothing that is written to its folder. `stack` closes them."""
-    trainer = replace(config.trainer, profile_steps=())
-    inline = replace(config, trainer=trainer, platform=platform, placement=PlacementConfig(), strategy=StrategyConfig())
-    prepare_process(inline)
+def learners_here(config: Config, state: TrainerState, scratch: RunFolder, stack: ExitStack) -> Learners:
+    """Return the models of a run of reinforcement learning, resolved to be executed again, with the weights that it began
+    with; nothing is written to its folder. `stack` closes them."""
+    prepare_process(config)
     plan = plan_batches(config, num_train_prompts=state.data.num_prompts)
-    learners = build_learners(run_models(inline, plan.schedule), stack, Host())
-    size_micro_batches(inline, plan, learners, scratch, RunConsole(step_lines=False))
+    learners = build_learners(run_models(config, plan.schedule), stack, Host())
+    size_micro_batches(config, plan, learners, scratch, RunConsole(step_lines=False))
     return learners
-
-
-def platform_here(platform: PlatformConfig) -> PlatformConfig:
-    """Return the device of this process: the run's, or the CPU where there is no GPU."""
-    if platform.on_gpu and not torch.cuda.is_available():
-        return replace(platform, name="cpu", device="cpu")
-    return platform
 
 
 def build_evaluator(

@@ -14,8 +14,9 @@ from skyrl_train.config.placement import leaves_devices
 from skyrl_train.config.rules import validate_config
 from skyrl_train.plan import plan_memory, positions_that_fit
 from skyrl_train.plan.memory import WANTED, wanted_positions
-from skyrl_train.runs.cli.placement import place, settle, with_memory_settings
+from skyrl_train.runs.cli.placement import place, with_memory_settings
 from skyrl_train.runs.cli.placement_search import recomputing
+from skyrl_train.runs.resolving import resolve
 from skyrl_train.telemetry import STATE_FILE
 from tests.support.auto_placement_cases import gpu_config, gpus, sized_model
 
@@ -96,9 +97,9 @@ def test_where_nothing_is_known_of_the_memory_activations_are_recomputed_and_mod
 
 
 def test_a_cpu_recomputes_nothing_and_says_nothing() -> None:
-    found = settle(Config())
+    found = resolve(Config()).config
     assert (found.model.gradient_checkpointing, found.derived) == (False, ())
-    assert settle(SFTConfig()).model.gradient_checkpointing is False
+    assert with_memory_settings(SFTConfig(), 0.0).model.gradient_checkpointing is False
 
 
 def test_a_run_that_goes_on_or_is_forked_reads_what_was_recorded(small: Path, tmp_path: Path) -> None:
@@ -150,10 +151,9 @@ def test_supervised_training_is_decided_alike(small: Path) -> None:
         plain,
         model=replace(plain.model, path=str(small), dtype="bfloat16"),
         platform=replace(plain.platform, name="gpu", device="cuda:0"),
-        placement=replace(plain.placement, gpu_memory_gb=80.0),
         data=replace(plain.data, max_length=8192),
     )
-    assert settle(config).model.gradient_checkpointing is False
-    lines = settle(replace(config, placement=replace(config.placement, gpu_memory_gb=12.0))).derived
+    assert with_memory_settings(place(config), 80.0).model.gradient_checkpointing is False
+    lines = with_memory_settings(place(config), 12.0).derived
     assert lines[-1].startswith("memory      recomputes activations: ")
     assert lines[-1].endswith("8,192 are wanted")

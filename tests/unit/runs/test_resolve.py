@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.config import Config, SFTConfig
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.models import GeneratorConfig, ModelConfig
+from skyrl_train.config.models import GeneratorConfig, ModelConfig, PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.errors import ConfigError, ModelError
 from skyrl_train.runs.resolving import resolve, reward_models, with_reward_weights
 from skyrl_train.trainers.checkpoints import changes_since, flat_config, settings_of
@@ -41,6 +42,42 @@ def test_every_broken_rule_is_told_at_once() -> None:
     assert len(raised.value.violations) > 1
     with pytest.raises(ConfigError, match=r"data\.train"):
         resolve(replace(SFTConfig(), data=replace(SFTConfig().data, train=())))
+
+
+def test_a_plan_has_what_is_wrong_in_it_and_goes_on() -> None:
+    broken = replace(Config(), generator=replace(GeneratorConfig(), n_samples_per_prompt=3, verify_weight_sync=True))
+    planned = resolve(broken, purpose="plan")
+    with pytest.raises(ConfigError) as raised:
+        resolve(broken)
+    assert planned.violations == raised.value.violations
+    assert planned.is_placed
+    assert planned.config.model.gradient_checkpointing is False  # on a CPU
+
+
+def test_a_plan_that_cannot_be_placed_says_so_beside_what_else_is_wrong() -> None:
+    platform = PlatformConfig(name="gpu", device="cuda:0")
+    stated = PlacementConfig(auto=True, policy_num_nodes=2)
+    config = replace(
+        Config(), platform=platform, placement=stated, trainer=replace(Config().trainer, train_batch_size=3)
+    )
+    planned = resolve(config, purpose="plan")
+    assert not planned.is_placed
+    fields = {each.field for each in planned.violations}
+    assert "placement.policy_num_nodes" in fields
+    assert any(field.startswith("trainer.") for field in fields)
+
+
+@pytest.mark.parametrize("config", [Config(), SFTConfig()])
+def test_a_recorded_step_is_executed_again_in_this_process(config: Config | SFTConfig) -> None:
+    many = PlacementConfig(backend="ray", policy_num_workers=4)
+    trainer: Any = replace(config.trainer, profile_steps=(1,))
+    platform = PlatformConfig(name="gpu", device="cuda:3")
+    changes: dict[str, Any] = {"placement": many, "strategy": StrategyConfig(name="fsdp2"), "platform": platform}
+    recorded = replace(config, trainer=trainer, **changes)
+    here = resolve(recorded, purpose="again").config
+    assert (here.placement, here.strategy, here.trainer.profile_steps) == (PlacementConfig(), StrategyConfig(), ())
+    assert here.platform.on_gpu is torch.cuda.is_available()
+    assert here.model == recorded.model
 
 
 COMMAND = """
