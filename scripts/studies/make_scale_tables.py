@@ -54,6 +54,8 @@ PROMPTS, SAMPLES = 512, 8
 STALENESS = (1, 4)
 STEPS, WARM_UP = 6, 1
 TOOLS = Latency(median_s=30.0, sigma=1.0)
+ROW_S = 5.5e-5
+"""Of the loop's process for a row: `scripts/bench/data_plane.py --rows 4096` on one core of a server."""
 DEVICE = Device()
 SEARCHED = ("fsdp_size", "expert_parallel_size", "cpu_offload")
 """What the first table chooses of a strategy, as `placement=auto` does; ranks with parts of matrices have a table."""
@@ -171,7 +173,7 @@ def run(
             in_flight_updates=staleness > 0,
         ),
         engine=engine_rates(model, size, DEVICE, mean_length=work.mean_length),
-        learner=LearnerRates(token_s=best.step_s / work.tokens, sync_s=sync_s),
+        learner=LearnerRates(token_s=best.step_s / work.tokens, sync_s=sync_s, row_s=ROW_S),
         make_group=lengths.groups(samples=SAMPLES, seed=0, latency=tools),
         num_steps=STEPS,
     )

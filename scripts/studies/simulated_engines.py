@@ -4,7 +4,9 @@
     waves         takes what waits, and answers when the last of it has ended (hf)
 
 Between two events an engine makes steps of decoding, whose length follows from how many sequences run and how many tokens
-they have, so that an answer costs two events however long it is. What it computes for prompts comes before its next step.
+they have, so that an answer costs two events however long it is. What it computes for prompts comes before its next step,
+or, where `batched_tokens` says so, in parts of so many tokens, each with a step of what runs. A step is no shorter than the
+front end takes for its tokens.
 """
 
 from __future__ import annotations
@@ -173,8 +175,8 @@ class ContinuousEngine(Engine):
         self._advance()
         while self.waiting and not self.is_held and self.num_running < self.rates.slots:
             request = self.waiting.popleft()
-            request.ends_at = self._steps + request.turn.response_tokens
             self._owed_s += self.rates.prompt_token_s * request.turn.prompt_tokens
+            request.ends_at = self._steps + self._paying_steps() + request.turn.response_tokens
             self._context += request.turn.context_tokens
             self.num_running += 1
             heapq.heappush(self._running, (request.ends_at, next(self._numbers), request))
@@ -186,17 +188,28 @@ class ContinuousEngine(Engine):
         if self.is_paused or not self.num_running or passed <= 0:
             return
         self.busy_s += passed
-        paid = min(passed, self._owed_s)
-        self._owed_s -= paid
-        steps = _steps_in(passed - paid, *self._pace())
+        first, more = self._pace()
+        steps, owed_s = self._paying_steps(), self._owed_s
+        paying_s = owed_s + steps * first
+        if passed < paying_s:
+            steps, self._owed_s = steps * passed / paying_s, owed_s * (1 - passed / paying_s)
+        else:
+            self._owed_s = 0.0
+            steps += _steps_in(passed - paying_s, first, more)
         self._steps += steps
         self._context += steps * self.num_running
+
+    def _paying_steps(self) -> float:
+        """The steps of what runs while prompts are computed."""
+        part_s = self.rates.batched_tokens * self.rates.prompt_token_s
+        return self._owed_s / part_s if part_s else 0.0
 
     def _pace(self) -> tuple[float, float]:
         """The seconds of the next step, and by how much each is longer than the one before."""
         rates, running = self.rates, self.num_running
         first = rates.step_s + rates.sequence_s * running + rates.context_token_s * self._context
-        return first, rates.context_token_s * running
+        front = rates.front_token_s * running
+        return (first, rates.context_token_s * running) if first > front else (front, 0.0)
 
     def _schedule(self) -> None:
         self._schedule_number += 1
@@ -204,7 +217,11 @@ class ContinuousEngine(Engine):
             return
         number, steps = self._schedule_number, max(0.0, self._running[0][0] - self._steps)
         first, more = self._pace()
-        seconds = self._owed_s + first * steps + more * steps * steps / 2
+        paying = self._paying_steps()
+        if steps <= paying:
+            seconds = (self._owed_s / paying + first) * steps if paying else self._owed_s
+        else:
+            seconds = self._owed_s + first * steps + more * (steps - paying) ** 2 / 2
         self.clock.after(seconds, lambda: self._tick(number))
 
     def _tick(self, number: int) -> None:

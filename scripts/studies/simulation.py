@@ -42,7 +42,9 @@ class LearnerRates:
     token_s: float
     """Of a token of the batch's rows, scored and trained."""
     step_s: float = 0.0
-    """Of each step whatever its batch: rows, records."""
+    """Of each step whatever its batch: records."""
+    row_s: float = 0.0
+    """Of each sample, in the process of the loop."""
     sync_s: float = 0.0
     """From the moment when no engine computes to that when all have the weights."""
 
@@ -89,6 +91,7 @@ class Simulated:
 class _Group:
     began_at: int
     """Version."""
+    num_samples: int
     num_left: int
     tokens: int = 0
     is_dropped: bool = False
@@ -121,7 +124,7 @@ class _Run:
     def begin(self, ordinal: int, *, leases: bool) -> None:
         """All samples of a group ask for their first answer."""
         samples = self.make_group(ordinal)
-        group = self.groups[ordinal] = _Group(began_at=self.version, num_left=len(samples))
+        group = self.groups[ordinal] = _Group(began_at=self.version, num_samples=len(samples), num_left=len(samples))
         first = ordinal * _ASKED % len(self.engines)
         asked = self.engines[first : first + _ASKED] or self.engines[:1]
         engine = min(asked, key=lambda engine: engine.load)
@@ -160,7 +163,8 @@ class _Run:
         """The learner trains on a batch and gives engines the weights; returns its tokens and mean age."""
         groups = [self.groups.pop(ordinal) for ordinal in ordinals]
         tokens = sum(group.tokens for group in groups)
-        self.clock.advance(self.learner.step_s + self.learner.token_s * tokens)
+        rows_s = self.learner.row_s * sum(group.num_samples for group in groups)
+        self.clock.advance(self.learner.step_s + rows_s + self.learner.token_s * tokens)
         self._sync()
         return tokens, sum(self.version - group.began_at for group in groups) / len(groups)
 

@@ -39,6 +39,10 @@ _DECODE_OVERHEAD_S = 2e-3
 """Of a step of decoding beside what is read: kernels that start, sampling. Stated, not measured."""
 _SEQUENCE_OVERHEAD_S = 1e-5
 """Of one sequence in a step of decoding, on the engine's core: scheduling, sampling, output. Stated, not measured."""
+_FRONT_TOKEN_S = 2e-5
+"""Of one token in the process that hands answers over: `python -m scripts.bench.engine_front` on one core of a server."""
+_BATCHED_TOKENS = 16_384
+"""Tokens of a step, as `inference/vllm/settings.py` gives a context of so many."""
 _COLLECTIVE_S = 1.5e-5
 """Of starting a sum over an engine's GPUs, of which a layer has two, or a transfer of weights. Stated, not measured."""
 
@@ -64,6 +68,10 @@ class EngineRates:
     """Of a prompt's token, once."""
     slots: int = 256
     """Sequences that run together."""
+    front_token_s: float = 0.0
+    """Of each token that it hands over, in its front end, which has one core and works beside the next step."""
+    batched_tokens: int = 0
+    """Tokens of prompts that a step computes beside what runs; 0: a prompt is computed whole before the next step."""
     batching: Literal["continuous", "waves"] = "continuous"
 
 
@@ -513,6 +521,8 @@ def engine_rates(
         context_token_s=model.kv_bytes / size / device.memory_rate,
         prompt_token_s=model.active_flops / rates.linear_flops / size + exchanged,
         slots=max(1, min(max_seqs, int(room / (model.kv_bytes * mean_length)))),
+        front_token_s=_FRONT_TOKEN_S,
+        batched_tokens=_BATCHED_TOKENS,
     )
 
 

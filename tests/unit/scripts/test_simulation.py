@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,37 @@ def test_steps_get_longer_with_the_keys_that_are_read() -> None:
     found = steps(engine, group, schedule=Schedule(batch_size=1, max_staleness=0))
     assert found.wait_s[0] == pytest.approx(exact, rel=1e-2)
     assert batch_seconds(engine, [sample[0] for sample in group]) == pytest.approx(exact)
+
+
+def test_prompts_are_computed_in_parts_beside_what_runs() -> None:
+    engine = EngineRates(step_s=1.0, prompt_token_s=0.01, batched_tokens=50)
+    # 200 prompt tokens are four parts of half a second, each with a step, before the answer's 10 steps.
+    one = [[turn(10, prompt=200, context=200)]]
+    schedule = Schedule(batch_size=1, max_staleness=0)
+    assert steps(engine, one, schedule=schedule).wait_s == pytest.approx([4 * 1.5 + 10.0])
+    assert steps(replace(engine, batched_tokens=0), one, schedule=schedule).wait_s == pytest.approx([2.0 + 10.0])
+    # The second prompt comes at 6 s in two parts, beside which the long answer makes two of its steps; so it ends at 21 s.
+    late = [[turn(20)], [turn(1, environment_s=5.0), turn(30, prompt=100, context=100)]]
+    assert steps(engine, late, schedule=schedule).wait_s == pytest.approx([6.0 + 2 * 1.5 + 30.0])
+
+
+def test_a_step_is_no_shorter_than_the_front_end_takes_for_its_tokens() -> None:
+    engine = EngineRates(step_s=1.0, front_token_s=0.4)
+    group = [[turn(10)], [turn(10)], [turn(20)]]
+    found = steps(engine, group, schedule=Schedule(batch_size=1, max_staleness=0))
+    assert found.wait_s == pytest.approx([10 * 1.2 + 10 * 1.0])
+
+
+def test_the_loop_takes_its_time_for_each_row() -> None:
+    found = simulate(
+        Schedule(batch_size=2, max_staleness=0),
+        engine=EngineRates(step_s=1.0),
+        learner=replace(LEARNER, row_s=0.25),
+        make_group=lambda ordinal: [[turn(10)], [turn(10)]],
+        num_steps=1,
+    )
+    plain = steps(EngineRates(step_s=1.0), [[turn(10)], [turn(10)]], schedule=Schedule(batch_size=2, max_staleness=0))
+    assert found.step_s[0] - plain.step_s[0] == pytest.approx(4 * 0.25)
 
 
 def test_a_wave_waits_for_all_samples_of_a_serial_batch_and_for_none_of_a_stream() -> None:
