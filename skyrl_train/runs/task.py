@@ -39,7 +39,7 @@ from skyrl_train.telemetry.trackers import (
     TrackioTracker,
     WandbTracker,
 )
-from skyrl_train.trainers import LoopSettings, Observers, Start, TrainingLoop, find_start, prepare_run_folder
+from skyrl_train.trainers import Observers, Start, TrainingLoop, find_start, prepare_run_folder
 from skyrl_train.trainers.capsules import CapsuleWriter
 from skyrl_train.trainers.checkpoints import (
     CheckpointStore,
@@ -138,13 +138,10 @@ class Attempt(Generic[C, PlanT]):
         trackers = build_trackers(config, self.folder, console=console, start_step=first, total_steps=total_steps)
         self.stack.callback(trackers.close)
         return TrainingLoop(
-            settings=LoopSettings(
-                run_name=config.run_name,
-                total_steps=total_steps,
-                trainer=trainer,
-                config=flat_config(settings_of(config)),
-                num_restarts=self.num_restarts,
-            ),
+            trainer=trainer,
+            total_steps=total_steps,
+            run_name=config.run_name,
+            config=flat_config(settings_of(config)),
             models=models,
             data=self.data,
             start=self.start,
@@ -163,6 +160,7 @@ class Attempt(Generic[C, PlanT]):
             draw=draw,
             draw_timeline=draw_timeline,
             activity=activity,
+            num_restarts=self.num_restarts,
         )
 
     def capsules(self, loop: TrainingLoop) -> CapsuleWriter:

@@ -274,7 +274,7 @@ class PPOTrainer:
     def _finish(self) -> TrainingResult:
         """What a run leaves behind at its end: the export, the curve, the table, and the mark that it is complete."""
         loop = self.loop
-        global_step = max(loop.start.global_step, loop.settings.total_steps)
+        global_step = max(loop.start.global_step, loop.total_steps)
         if self.settings.trainer.export_hf:
             with loop.console.phase("export"):
                 export_whole(self.learners.policy, loop.folder.export)
