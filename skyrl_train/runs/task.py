@@ -45,7 +45,6 @@ from skyrl_train.trainers.checkpoints import (
     CheckpointStore,
     DataFingerprint,
     flat_config,
-    resume_settings,
     settings_of,
 )
 
@@ -220,8 +219,16 @@ def begin(
     checkpoints.clean()
     settings = settings_of(config)
     is_base = isinstance(config, Config) and reference_is_base(config)
-    resume = restarts.resume(resume_settings(config.trainer, settings, type(config), reference_is_base=is_base))
-    start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
+    start = find_start(
+        restarts.resume(config.trainer),
+        settings,
+        type(config),
+        folder,
+        checkpoints,
+        data=data,
+        total_steps=plan.total_steps,
+        reference_is_base=is_base,
+    )
     for note in start.notes:
         console.note(note)
     if start.complete:

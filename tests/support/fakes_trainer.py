@@ -45,7 +45,6 @@ from skyrl_train.trainers import (
 )
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
-    resume_settings,
     settings_of,
 )
 from skyrl_train.trainers.evaluation import Evaluator
@@ -350,7 +349,9 @@ class FakeRun:
     def start(self) -> Start:
         data = DataFingerprint.of(self.prompts)
         return find_start(
-            resume_settings(self.config.trainer, settings_of(self.config), type(self.config)),
+            self.config.trainer,
+            settings_of(self.config),
+            type(self.config),
             self.folder,
             self.checkpoints,
             data=data,

@@ -18,7 +18,6 @@ import torch
 from skyrl_train.batch import AssemblySettings
 from skyrl_train.batch.plane import DataPlane
 from skyrl_train.config import AnyConfig, Config, TrainerConfig
-from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.derived import (
     RunModels,
@@ -50,8 +49,8 @@ from skyrl_train.model import load_tokenizer
 from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reader, image_reading, vocabulary_size
 from skyrl_train.plan import BatchPlan, plan_batches
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
-from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
+from skyrl_train.rollout import FILE, ChatTokens, Journal, RolloutGenerator
+from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream
 from skyrl_train.runs.construction.engines import Engines, build_engines
 from skyrl_train.runs.resolving import reward_models
 from skyrl_train.runs.task import prepare_process
@@ -141,36 +140,28 @@ def build_stream(
 
     `fingerprint` is that of all `prompts`. Raises DataError where the run's folder has a journal of others.
     """
-    trainer, filters = config.trainer, config.trainer.algorithm.filters
+    trainer = config.trainer
     if not trainer.max_staleness:
         return None
     assert isinstance(generator, RolloutGenerator), "recordings are refused before"
-    settings = StreamSettings(
-        admission=AdmissionSettings(
-            batch_size=trainer.train_batch_size,
-            max_staleness=trainer.max_staleness,
-            stale_groups=trainer.stale_groups,
-            total_batches=total_steps,
-            take_groups=trainer.take_groups,
-            oversample=trainer.oversample,
-            max_discards=None
-            if filters.dynamic_sampling == "none"
-            else filters.dynamic_sampling_max_batches * trainer.train_batch_size,
-            replace_min_share=filters.replace_min_share if filters.dynamic_sampling == "replace" else None,
-        ),
-        n_samples_per_prompt=config.generator.n_samples_per_prompt,
-        sampling=sampling_params(config.generator.sampling),
-        max_failed_fraction=config.environment.max_failed_fraction,
-        filters=filters,
-        samples_greedily=needs_greedy_sample(trainer.algorithm),
-    )
     folder = RunFolder(Path(config.output_dir))
     journal = Journal(
         folder.journal / FILE,
         prompts=fingerprint,
         oldest_checkpoint=lambda: oldest_step(folder.checkpoints) if trainer.dump_rollouts else None,
     )
-    stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress, curriculum=curriculum)
+    stream = RolloutStream(
+        generator,
+        prompts,
+        trainer,
+        journal,
+        total_batches=total_steps,
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        sampling=sampling_params(config.generator.sampling),
+        max_failed_fraction=config.environment.max_failed_fraction,
+        on_progress=on_progress,
+        curriculum=curriculum,
+    )
     stack.callback(stream.close)
     return stream
 
