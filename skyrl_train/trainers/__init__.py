@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
     from skyrl_train.trainers.steps import (
         Learners as Learners,
-        PPOSettings as PPOSettings,
         PromptBatches as PromptBatches,
         sampling_params as sampling_params,
     )

@@ -27,7 +27,7 @@ from skyrl_train.data import Curriculum, PromptSource
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.plan import BatchPlan, plan_batches
-from skyrl_train.runs import Attempt, open_checkpoints, ppo_settings
+from skyrl_train.runs import Attempt, assembler, open_checkpoints, trainer_of
 from skyrl_train.system import derive_seed
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
@@ -411,7 +411,11 @@ class FakeRun:
         )
         return PPOTrainer(
             loop=loop,
-            settings=ppo_settings(config),
+            trainer=trainer_of(config),
+            assemble=assembler(config),
+            n_samples_per_prompt=config.generator.n_samples_per_prompt,
+            sampling=sampling_params(config.generator.sampling),
+            seed=config.seed,
             prompts=source.batch,
             curriculum=curriculum if chosen.enabled else None,
             generator=self.generator,

@@ -28,7 +28,7 @@ from skyrl_train.interfaces import HeldState
 from skyrl_train.plan import plan_batches
 from skyrl_train.rollout import FILE, Journal, RolloutGenerator
 from skyrl_train.rollout.stream import RolloutStream
-from skyrl_train.runs import Attempt, open_checkpoints, ppo_settings, task
+from skyrl_train.runs import Attempt, assembler, open_checkpoints, task, trainer_of
 from skyrl_train.runs.cli.composition import write_yaml
 from skyrl_train.runs.task import Parts
 from skyrl_train.system.files import sync_tree, write_hashed
@@ -649,7 +649,11 @@ class TrainingWorld(Machine):
         stack.callback(stream.close)
         trainer = PPOTrainer(
             loop=made,
-            settings=ppo_settings(config),
+            trainer=trainer_of(config),
+            assemble=assembler(config),
+            n_samples_per_prompt=config.generator.n_samples_per_prompt,
+            sampling=sampling_params(config.generator.sampling),
+            seed=config.seed,
             prompts=source.batch,
             generator=generator,
             learners=learners,

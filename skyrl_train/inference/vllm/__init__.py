@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from skyrl_train.inference.vllm.processes import EngineProcesses as EngineProcesses
     from skyrl_train.inference.vllm.settings import (
         sampling_arguments as sampling_arguments,
-        vllm_settings as vllm_settings,
+        vllm_arguments as vllm_arguments,
+        vllm_environment as vllm_environment,
     )
     from skyrl_train.inference.vllm.tools import (
         make_tool_parser as make_tool_parser,

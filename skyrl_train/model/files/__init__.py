@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         pads_rows as pads_rows,
     )
     from skyrl_train.model.files.reward_model import (
-        ScorerSettings as ScorerSettings,
         SequenceScorer as SequenceScorer,
         weights_identity as weights_identity,
     )

@@ -148,11 +148,11 @@ def weight_sync(
             timeout_s=placement.call_timeout_s,
             device=settings.platform.device,
             shared_devices=shares_devices(placement, generator, settings.platform),
-            full_sync_every=generator.full_sync_every,
-            weight_change_tolerance=generator.weight_change_tolerance,
         ),
         sharing,
         SyncRecords(settings.output_dir / "weight_sync.jsonl", probe, verify_each=verify_each),
+        full_sync_every=generator.full_sync_every,
+        weight_change_tolerance=generator.weight_change_tolerance,
         adapter_only=ships_adapter(generator),
         quiet=quiet,
     )
