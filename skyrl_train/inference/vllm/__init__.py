@@ -5,7 +5,7 @@ from skyrl_train.system import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from skyrl_train.inference.vllm import core as core
     from skyrl_train.inference.vllm.core import COLLECTS_AFTER as COLLECTS_AFTER, Running as Running
-    from skyrl_train.inference.vllm.distributions import prompt_distributions as prompt_distributions
+    from skyrl_train.inference.vllm.distributions import Ranked as Ranked, prompt_distributions as prompt_distributions
     from skyrl_train.inference.vllm.engine import VLLMEngine as VLLMEngine
     from skyrl_train.inference.vllm.processes import EngineProcesses as EngineProcesses
     from skyrl_train.inference.vllm.settings import (
