@@ -46,7 +46,7 @@ class _Row:
     routed_experts: NDArray[np.int16] | None = None
     """`[tokens, layers * k]`, -1 where none are known; None where they are not asked for."""
     images: ImageSpans = ()
-    """Images among the tokens."""
+    """Images among the tokens, each with the position of its first one."""
 
 
 _PLACEHOLDER = token_ids([0] * DUMMY_ROW_LENGTH)
@@ -163,7 +163,7 @@ def per_trajectory(trajectory: Trajectory) -> list[Sequence[Turn]]:
 
 
 def per_turn(trajectory: Trajectory) -> list[Sequence[Turn]]:
-    """One row per turn."""
+    """Return one row for each turn, which trains that turn's response alone."""
     return [(turn,) for turn in trajectory.turns]
 
 

@@ -82,7 +82,7 @@ class RayScorer:
             return await self.score(conversations)
 
     def close(self) -> None:
-        """End the actor."""
+        """End the actor at once; calls that wait for it raise."""
         ray.kill(self._actor, no_restart=True)
 
     async def _ask(self, actor: Any, conversations: Sequence[Sequence[ChatMessage]]) -> Sequence[float]:

@@ -293,7 +293,7 @@ def _decoder(opened: Opened) -> Decode | None:
 
 T = TypeVar("T")
 Decode = Callable[[list[int]], str]
-"""Token ids to text."""
+"""Gives the text of token ids, special tokens included."""
 CAUSES = ("rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns", "advantages")
 """Columns of a batch, each of which may be made of those before it."""
 _GROUPS = 2
@@ -310,7 +310,7 @@ class TokenPlace:
     sample: int
     turn: int
     position: int
-    """In its row."""
+    """Of the token in its row, from 0."""
     token_id: int
     text: str
     """The token and what is around it, with the token between `>>` and `<<`; ids where there is no tokenizer."""
@@ -376,7 +376,7 @@ class BadColumn:
     count: int
     row: int
     position: int
-    """Of the first."""
+    """Of the first such number in its row, from 0."""
     value: float
 
 

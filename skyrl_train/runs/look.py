@@ -175,11 +175,11 @@ class _Engine:
         return self._engine.weight_version
 
     def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
+        """Announce a trajectory to the run's engine until the context is left."""
         return self._engine.lease()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Raises EngineError, DeadlineError."""
+        """Return the engine's answer, or the given turn as an answer. Raises EngineError, DeadlineError."""
         if not self.given:
             return await self._engine.generate(request)
         prompt, sample, turn = map(int, request.request_id.rsplit("-", 3)[1:])
@@ -203,7 +203,7 @@ class _Undone:
         vars(self).update({name: getattr(learner, name) for name in passes if hasattr(learner, name)})
 
     def optim_step(self) -> StepMetrics:
-        """Drop the gradient."""
+        """Drop the gradient; there are no metrics."""
         self._engine.zero_grad()
         return {}
 
@@ -345,7 +345,7 @@ class Seen:
     """The same prompts with other answers: of each prompt the first is its first sample's again."""
     generate_s: float
     learn_s: float
-    """Of scores and update."""
+    """Seconds of scores and update of a whole step."""
     is_measured: bool
     """Whether `learn_s` follows from an update that was made; else from stated rates of the device."""
     peak_bytes: int

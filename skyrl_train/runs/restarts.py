@@ -51,7 +51,7 @@ class Restarts:
     recorded: int = 0
     """Restarts whose line is written."""
     limit: int = 0
-    """`trainer.max_restarts`."""
+    """Most restarts of this process: `trainer.max_restarts`."""
     on_end: OnEnd = tell_nobody
     """Told of how the run ends, before the last attempt's parts are closed."""
 

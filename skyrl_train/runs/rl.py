@@ -78,7 +78,7 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         rows: Sequence[CheckedRows] | None = None,
         only_looks: bool = False,
     ) -> None:
-        """Raises what `load_data` raises."""
+        """Loads the prompts; raises what `load_data` raises."""
         del console  # measuring says nothing
         self.data = load_data(config, rows)
         self.fingerprint, self.notes, self._only_looks = self.data.fingerprint, self.data.notes, only_looks

@@ -104,7 +104,7 @@ class Attempt(Generic[C, PlanT]):
     console: RunConsole
     checkpoints: CheckpointStore
     stack: ExitStack
-    """Closes the parts."""
+    """Closes the parts of this attempt, the last one first."""
     num_restarts: int = 0
 
     @property
@@ -178,7 +178,7 @@ class Task(ABC, Generic[C, PlanT, ResultT]):
     """One kind of run: its data, what follows from them, and what trains on them."""
 
     fingerprint: DataFingerprint
-    """Of the training data."""
+    """Of the training prompts, or of the examples of supervised training."""
     notes: Sequence[str]
     """What was left out of them, one line each."""
 

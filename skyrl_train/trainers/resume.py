@@ -115,16 +115,9 @@ def find_start(
     if mode == "none":
         return Start()
     if mode != "latest" and not path:
-        raise ConfigError(
-            [
-                Violation(
-                    field="trainer.resume_path",
-                    rule=f"must name a checkpoint or a run's output folder where trainer.resume_mode={mode}",
-                    value="''",
-                    remedy="try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010",
-                )
-            ]
-        )
+        rule = f"must name a checkpoint or a run's output folder where trainer.resume_mode={mode}"
+        remedy = "try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010"
+        raise ConfigError([Violation(field="trainer.resume_path", rule=rule, value="''", remedy=remedy)])
     is_begun_fork = mode == "fork" and _is_fork_of(folder, path)
     checkpoint = checkpoints.latest() if is_begun_fork or mode == "latest" else None
     is_new_fork = mode == "fork" and checkpoint is None

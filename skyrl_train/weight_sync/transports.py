@@ -51,7 +51,7 @@ class Route:
     receivers: tuple[Receiver, ...]
     """All workers of these engines, equally many of each."""
     version: int
-    """Of the weights."""
+    """Of the weights that are brought, which engines serve afterwards."""
     settings: RouteSettings
     kept: dict[str, Any]
     """What a transport keeps from one sync to the next."""

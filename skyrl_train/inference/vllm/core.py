@@ -53,7 +53,7 @@ class Running:
     weight_versions: list[VersionRun] = field(default_factory=list)
     """As of `GenerationOutput`; empty before the first token."""
     num_cached_tokens: int | None = None
-    """As of `GenerationOutput`."""
+    """As of `GenerationOutput`; there once the last token is."""
     routed_experts: NDArray[np.int16] = field(default_factory=lambda: NO_ROUTING)
     """As of `GenerationOutput`, of prompt (cached tokens included) and response; there once the last token is."""
 

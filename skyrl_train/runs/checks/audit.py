@@ -46,7 +46,7 @@ class Audited:
     step: int
     what: str
     compared: int
-    """Tokens or trajectories."""
+    """How many tokens, or trajectories, were compared."""
     largest: float
     """Largest difference; NaN where the quantity cannot be computed here."""
     where: str

@@ -42,11 +42,11 @@ class Compared:
     """Every position of all texts, in columns of equal length."""
 
     text: NDArray[np.int64]
-    """Which text, from 0."""
+    """Index of the text among all, from 0."""
     position: NDArray[np.int64]
     """Of the token that is predicted, from 1."""
     length: NDArray[np.int64]
-    """Tokens of the text."""
+    """Number of tokens of the text."""
     kl: Floats
     """KL(trainer || engine) in nats; where the engine does not name all tokens, those that it does not name count as one."""
     overlap: Floats

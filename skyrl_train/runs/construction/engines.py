@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ROUNDED_TOLERANCE = 0.5
 """Above what 16-bit types and fused kernels make of a log-probability (0.2 was seen), far below that of wrong weights."""
 Quiet = Callable[[], AbstractContextManager[None]]
-"""As of `WeightSync`."""
+"""Keeps requests from engines while a sync lasts, as `WeightSync` takes it."""
 LivingEngines = Callable[[], Endpoint[UpdatableEngine]]
 """Gives the engines that live."""
 
