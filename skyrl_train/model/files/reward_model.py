@@ -47,7 +47,7 @@ class SequenceScorer:
 
         Raises ModelError where the folder is no such model, has no chat template, or has other weights.
         """
-        self._max_batch_tokens, self._name = max_batch_tokens, f"the reward model {path!r}"
+        self._max_batch_tokens, self._label, self._name = max_batch_tokens, label, f"the reward model {path!r}"
         found = weights_identity(path, revision)
         if weights and found != weights:
             raise ModelError(f"{self._name} has the weights {found}, and the run has scored with {weights}")
@@ -120,7 +120,7 @@ class SequenceScorer:
             ).logits
         finally:
             self._config.pad_token_id = before
-        values: list[float] = logits[:, self._settings.label].double().tolist()
+        values: list[float] = logits[:, self._label].double().tolist()
         return values
 
 
