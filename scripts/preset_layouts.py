@@ -55,7 +55,7 @@ from skyrl_train.distributed import ModelStrategy, Replicated, SingleProcess, jo
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.learner import CriticLearner, ModelEngine, PolicyLearner
 from skyrl_train.model import load_causal_lm, load_tokenizer, load_value_model, quiet_transformers
-from skyrl_train.runs import assembly_settings, train
+from skyrl_train.runs import assembler, train
 from skyrl_train.runs.cli import HYDRA_VERSION_BASE, conf_dir, load_node, register_resolvers
 from skyrl_train.telemetry import StepMetrics
 from skyrl_train.telemetry.records import read_rollouts
@@ -363,7 +363,7 @@ class Steps:
             reference=others.get("reference"),  # type: ignore[arg-type]
             critic=others.get("critic"),  # type: ignore[arg-type]
         )
-        batch = steps.assemble(self.rollouts, assembly_settings(config), step=1, weight_version=0)
+        batch = assembler(config)(self.rollouts, step=1, weight_version=0)
         if case.shared and not is_plain:
             columns = {name: from_table(batch, table) for name, table in self.tables.items()}
             batch = batch.with_columns(**columns)

@@ -84,7 +84,11 @@ def _serve(args: argparse.Namespace) -> None:
     config = cli.checked_config(words, config_name="config")
     assert isinstance(config, schema.Config)
     runs.require_served(config.generator, config.placement)
-    settings = runs.ServerSettings(
+    config = runs.resolve(config).config
+    runs.serve(
+        config,
+        derived.learner_settings(config, "policy"),
+        config.generator,
         folder=args.folder,
         tenants=tenants,
         name=args.name or "",
@@ -96,8 +100,6 @@ def _serve(args: argparse.Namespace) -> None:
         models_in_memory=args.models_in_memory,
         announce=announce,
     )
-    config = runs.resolve(config).config
-    runs.serve(settings, config, derived.learner_settings(config, "policy"), config.generator)
 
 
 def _at_least_1(word: str) -> int:

@@ -33,7 +33,7 @@ from skyrl_train.batch import TrainingInputBatch, compute_prompt_end_indices, co
 from skyrl_train.batch.steps import mini_batches
 from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.telemetry import MetricsLog
 from skyrl_train.trainers import RolloutLog, batch_metrics, rollout_metrics, steps
 from skyrl_train.types import RolloutBatch
@@ -138,7 +138,7 @@ def measure(
 
     batch = piece(
         "assemble rows and boundaries",
-        lambda: steps.assemble(rollouts, assembly_settings(config), step=1, weight_version=0),
+        lambda: assembler(config)(rollouts, step=1, weight_version=0),
     )
     seconds, _ = timed(lambda: boundaries_alone(batch, config), 1, clock)
     pieces.append(Piece(name="  of which boundaries", seconds=seconds, counted_s=0.0))

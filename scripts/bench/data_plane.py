@@ -51,7 +51,7 @@ from skyrl_train.cluster import (
 from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import PlacementConfig
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.telemetry import StepMetrics
 from skyrl_train.trainers import Learners, RolloutLog, batch_metrics, rollout_metrics, steps
 from skyrl_train.types import GenerationOutput, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
@@ -269,7 +269,7 @@ class Run:
     ) -> tuple[RolloutBatch, TrainingInputBatch]:
         """One step as `trainers/ppo.py` makes it."""
         plane, learners = self._plane, Learners(policy=self._learner, reference=self._learner, critic=None)
-        algorithm, settings = config.trainer.algorithm, assembly_settings(config)
+        algorithm, assemble = config.trainer.algorithm, assembler(config)
 
         def verb(name: str, work: Callable[[], Any]) -> Any:
             before = time.process_time()
@@ -278,9 +278,7 @@ class Run:
             return result
 
         rollouts = verb("generate", lambda: self._generate(step, per_engine, prompts, tokens))
-        batch = verb(
-            "assemble", lambda: plane.make_rows(steps.assemble, rollouts, settings, step=step, weight_version=0)
-        )
+        batch = verb("assemble", lambda: plane.make_rows(assemble, rollouts, step=step, weight_version=0))
         batch = verb("score", lambda: steps.score(batch, learners, config.trainer))
         batch = verb("estimate", lambda: plane.add_columns(steps.estimate, batch, algorithm, kl_coef=0.0, seed=1))
         log.write(rollouts, batch, step=step)

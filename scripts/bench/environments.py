@@ -24,7 +24,7 @@ import harness
 from harness import children
 
 from skyrl_train.rollout.boundary import Environments, EnvironmentSession
-from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
+from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments
 
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "max_turns": 1 << 30}
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]
@@ -83,8 +83,8 @@ async def compare(env_class: str, num_calls: int, num_workers: int, timeout_s: f
     start_s, thread_rate = await measure(threads, env_class, num_calls=num_calls, num_workers=num_workers)
     await threads.aclose()
     print(f"threads    first answer after {start_s:.2f} s, {thread_rate:,.0f} calls/s")
-    settings = WorkerSettings(specs=(env_class,), registry=False, memory_gb=4.0)
-    processes = ProcessEnvironments(LocalWorkers(settings), num_workers=num_workers, timeout_s=timeout_s)
+    workers = LocalWorkers((env_class,), worker_memory_gb=4.0)
+    processes = ProcessEnvironments(workers, num_workers=num_workers, timeout_s=timeout_s)
     start_s, rate = await measure(processes, env_class, num_calls=num_calls, num_workers=num_workers)
     (supervisor,) = children("self")
     workers = sorted(memory_mb(worker) for worker in children(supervisor))
@@ -102,9 +102,7 @@ async def compare(env_class: str, num_calls: int, num_workers: int, timeout_s: f
 async def sleep_together(num_environments: int) -> None:
     """Measure all of them from the first call to the last, with the workers started before."""
     spec = f"{Path(__file__).stem}:{Sleeping.__name__}"
-    processes = ProcessEnvironments(
-        LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=4.0)), num_workers=None, timeout_s=60.0
-    )
+    processes = ProcessEnvironments(LocalWorkers((spec,), worker_memory_gb=4.0), num_workers=None, timeout_s=60.0)
     await asyncio.gather(*(one_trajectory(processes, spec, 1) for _ in range(os.cpu_count() or 1)))
     (supervisor,) = (each for each in children("self") if children(each))
     num_workers = len(children(supervisor))

@@ -135,14 +135,14 @@ def controller_s(rows: int) -> float:
     """CPU seconds of assembling, estimating and closing the batch of so many rows, of 64 tokens each."""
     import controller
 
-    from skyrl_train.runs import assembly_settings
+    from skyrl_train.runs import assembler
     from skyrl_train.trainers import steps
 
     words = ["--prompts", str(rows // 8), "--samples", "8", "--turns", "1", "--tokens-per-sequence", "64"]
     args = controller.parse(words)
     rollouts, config = controller.rollouts_of(args), controller.make_config(args)
     start = time.process_time()
-    batch = steps.assemble(rollouts, assembly_settings(config), step=1, weight_version=0)
+    batch = assembler(config)(rollouts, step=1, weight_version=0)
     batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
     batch = steps.estimate(batch, config.trainer.algorithm, kl_coef=0.0, seed=config.seed)
     controller.close_all(batch, config)

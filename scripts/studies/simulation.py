@@ -26,8 +26,9 @@ from scripts.studies.simulated_engines import (
     SimulatedTurn,
     WaveEngine,
 )
+from skyrl_train.config import TrainerConfig
 from skyrl_train.plan.forms import EngineRates
-from skyrl_train.rollout import Admission, AdmissionSettings, ConsumedPrompts
+from skyrl_train.rollout import Admission, ConsumedPrompts
 
 _ASKED = 16
 """Engines that a new group may go to: asking all of hundreds would take longer than all else."""
@@ -227,15 +228,14 @@ def simulate(
 
 
 def _rules(schedule: Schedule, num_steps: int) -> Admission:
-    settings = AdmissionSettings(
-        batch_size=schedule.batch_size,
+    trainer = TrainerConfig(
+        train_batch_size=schedule.batch_size,
         max_staleness=schedule.max_staleness,
         stale_groups=schedule.stale_groups,
         take_groups=schedule.take_groups,
         oversample=schedule.oversample,
-        total_batches=num_steps,
     )
-    return Admission(settings=settings, version=0, settled=ConsumedPrompts())
+    return Admission(trainer=trainer, total_batches=num_steps, version=0, settled=ConsumedPrompts())
 
 
 def _finish(run: _Run, rules: Admission, ordinal: int) -> None:

@@ -4,7 +4,6 @@ from skyrl_train.system import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assembly import (
-        AssemblySettings as AssemblySettings,
         assemble as assemble,
         compute_prompt_end_indices as compute_prompt_end_indices,
         compute_prompt_mini_batch_boundaries as compute_prompt_mini_batch_boundaries,

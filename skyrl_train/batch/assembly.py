@@ -46,34 +46,34 @@ class _Row:
     routed_experts: NDArray[np.int16] | None = None
     """`[tokens, layers * k]`, -1 where none are known; None where they are not asked for."""
     images: ImageSpans = ()
-    """Images among the tokens."""
+    """Images among the tokens, each with the position of its first one."""
 
 
 _PLACEHOLDER = token_ids([0] * DUMMY_ROW_LENGTH)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AssemblySettings:
-    """What assembly reads of a configuration."""
-
-    rows: PartSpec
-    """The part that makes the rows of a trajectory."""
-    trainer: TrainerConfig
-    policy_shares: int
-    """Data-parallel ranks of the policy."""
-    critic_shares: int | None
-    """Data-parallel ranks of the critic; None where there is no critic."""
-    max_staleness: int | None = None
-    """Versions that trained tokens may be old; None for recorded rollouts, whose versions are those of another run."""
-    read_image: Callable[[str], Image] | None = None
-    """Gives an image by its key, of rollouts that were recorded; None for a model that reads none."""
-
-
 def assemble(
-    rollouts: RolloutBatch, settings: AssemblySettings, *, global_step: int, weight_version: int
+    rollouts: RolloutBatch,
+    trainer: TrainerConfig,
+    *,
+    rows: PartSpec,
+    policy_shares: int,
+    critic_shares: int | None,
+    max_staleness: int | None,
+    read_image: Callable[[str], Image] | None,
+    global_step: int,
+    weight_version: int,
 ) -> TrainingInputBatch:
-    """The training batch of `rollouts`, in rows as the part `settings.rows` makes them, with the boundaries of its prompts
-    and mini-batches in the metadata. `weight_version` is that of the learner.
+    """The training batch of `rollouts`, with the boundaries of its prompts and mini-batches in the metadata.
+
+    Args:
+        rows: The part that makes the rows of a trajectory.
+        policy_shares: Data-parallel ranks of the policy.
+        critic_shares: Data-parallel ranks of the critic; None where there is no critic.
+        max_staleness: Versions that trained tokens may be old; None for recorded rollouts, whose versions are those of
+            another run.
+        read_image: Gives an image by its key, of rollouts that were recorded; None for a model that reads none.
+        weight_version: That of the learner.
 
     A failed trajectory becomes one placeholder (a dummy row with its prompt's uid and its own number), so that prompts
     and samples stay countable; it has no loss and no estimator or denominator counts it.
@@ -82,9 +82,8 @@ def assemble(
     hold both), or adds no token to it where the returns of turns are compared, a turn without response,
     log-probabilities that do not match, a reward that is no number; and as `compute_prompt_mini_batch_boundaries` does.
     """
-    trainer = settings.trainer
-    step_wise = TRAJECTORY_ROWS.name_of(settings.rows) != "per_trajectory"
-    made = list(_rows(rollouts, settings.rows, with_experts=trainer.moe_routing_replay))
+    step_wise = TRAJECTORY_ROWS.name_of(rows) != "per_trajectory"
+    made = list(_rows(rollouts, rows, with_experts=trainer.moe_routing_replay))
     # In one row, two turns with nothing between them would be one run of sampled tokens.
     if trainer.algorithm.step_rewards == "turn_return":
         _check_turns_are_apart(rollouts, made)
@@ -120,13 +119,13 @@ def assemble(
             uids=uids,
             global_step=global_step,
             weight_version=weight_version,
-            max_staleness=settings.max_staleness,
+            max_staleness=max_staleness,
             prompt_end_indices=tuple(compute_prompt_end_indices(uids)),
-            policy_mini_batch_boundaries=boundaries(trainer.policy_mini_batch_size, settings.policy_shares),
+            policy_mini_batch_boundaries=boundaries(trainer.policy_mini_batch_size, policy_shares),
             critic_mini_batch_boundaries=None
-            if settings.critic_shares is None
-            else boundaries(trainer.critic_mini_batch_size, settings.critic_shares),
-            images=_images(made, settings.read_image),
+            if critic_shares is None
+            else boundaries(trainer.critic_mini_batch_size, critic_shares),
+            images=_images(made, read_image),
         ),
     )
 
@@ -164,7 +163,7 @@ def per_trajectory(trajectory: Trajectory) -> list[Sequence[Turn]]:
 
 
 def per_turn(trajectory: Trajectory) -> list[Sequence[Turn]]:
-    """One row per turn."""
+    """Return one row for each turn, which trains that turn's response alone."""
     return [(turn,) for turn in trajectory.turns]
 
 

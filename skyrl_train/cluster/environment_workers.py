@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.calls import Answer, reason_of
 from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.rollout.boundary import MAX_WORKERS, Request
-from skyrl_train.rollout.hosts import Imported, LocalWorker, LocalWorkers, WorkerEnded, WorkerSettings
+from skyrl_train.rollout.hosts import Imported, LocalWorker, LocalWorkers, WorkerEnded
 from skyrl_train.system.processes import parse
 from skyrl_train.telemetry.logs import stacks
 
@@ -31,11 +32,11 @@ _GRACE_S = 15.0
 class NodeWorkers:
     """The actor of one node."""
 
-    def __init__(self, settings: WorkerSettings, *, secrets: Mapping[str, str]) -> None:
+    def __init__(self, environment: EnvironmentConfig, *, secrets: Mapping[str, str]) -> None:
         """`secrets` are environment variables that Ray must not see."""
         os.environ.update(secrets)
         stacks.answer("environments of a node")
-        self._workers = LocalWorkers(settings)
+        self._workers = LocalWorkers.of(environment)
         self._started: dict[int, LocalWorker] = {}
 
     async def ready(self) -> Answer:
@@ -70,9 +71,9 @@ class NodeWorkers:
 class RayWorkers:
     """Implements `WorkerHost` with an actor on each node. Used from one event loop."""
 
-    def __init__(self, settings: WorkerSettings, session: RaySession, *, timeout_s: float) -> None:
+    def __init__(self, environment: EnvironmentConfig, session: RaySession, *, timeout_s: float) -> None:
         """`timeout_s` is the deadline of starting the actors, imports included."""
-        self._settings, self._session, self._timeout_s = settings, session, timeout_s
+        self._environment, self._session, self._timeout_s = environment, session, timeout_s
         self._nodes: list[_Node] = []
         self._starting = asyncio.Lock()
         self._num_started = 0
@@ -114,7 +115,8 @@ class RayWorkers:
     def _start_actors(self) -> list[_Node]:
         """One on each living node, beside whatever is reserved there."""
         env, nodes = self._session.runtime_env(1), [node for node in ray.nodes() if node["Alive"]]
-        secrets = {name: os.environ[name] for name in self._settings.named if name in os.environ}
+        named = LocalWorkers.of(self._environment).named
+        secrets = {name: os.environ[name] for name in named if name in os.environ}
         actor_class = ray.remote(NodeWorkers)
         return [
             _Node(
@@ -124,7 +126,7 @@ class RayWorkers:
                     max_concurrency=2 * MAX_WORKERS,
                     runtime_env=env,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-                ).remote(self._settings, secrets=secrets)
+                ).remote(self._environment, secrets=secrets)
             )
             for node in nodes
         ]

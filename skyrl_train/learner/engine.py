@@ -189,12 +189,12 @@ class ModelEngine:
         self._has_gradient = True
         accumulate = partial(self.passes.accumulate, loss_of=loss_of, step=step)
         if self.passes.meter is None:
-            found = accumulate(self.passes.plan(batch, training=True))
+            metrics, non_finite = accumulate(self.passes.plan(batch, training=True))
         else:  # what runs out of memory is planned and computed anew
-            found = self.oom_retry.run(batch, accumulate, training=True)
+            metrics, non_finite = self.oom_retry.run(batch, accumulate, training=True)
         self._pending_documents += num_documents
-        self.non_finite_loss = self.non_finite_loss or found.non_finite
-        return merge_metrics([found.metrics, self.oom_retry.metrics()])
+        self.non_finite_loss = self.non_finite_loss or non_finite
+        return merge_metrics([metrics, self.oom_retry.metrics()])
 
     @property
     def has_gradient(self) -> bool:

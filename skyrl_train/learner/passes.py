@@ -66,15 +66,6 @@ class Planned:
         return replace(self, batch=self.batch.take(order), rows=self.rows[order])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Accumulated:
-    """Everything that a pass with backwards leaves beside the gradients."""
-
-    metrics: StepMetrics
-    non_finite: str
-    """The first loss that is not finite, and where; empty where there is none."""
-
-
 class CurrentForward:
     """The forward that is computed, or was last, and its size."""
 
@@ -156,9 +147,12 @@ class Passes:
             scores[places] = values.to("cpu", scores.dtype)
         return scores
 
-    def accumulate(self, planned: Sequence[Planned], loss_of: LossOfRows, *, step: int) -> Accumulated:
+    def accumulate(self, planned: Sequence[Planned], loss_of: LossOfRows, *, step: int) -> tuple[StepMetrics, str]:
         """Adds the gradient of the sum of `loss_of` over the planned forwards. `step` is the optimizer step, from which
-        dropout's randomness is derived."""
+        dropout's randomness is derived.
+
+        Returns the metrics, and the first loss that is not finite and where; empty where there is none.
+        """
         metrics: list[StepMetrics] = []
         losses: list[Tensor] = []
         mismatches: list[Tensor] = []
@@ -175,7 +169,7 @@ class Passes:
                 metrics += [measured, self._layout_metrics(part.batch, layout)]
         # one wait for the device, for all that the pass left there
         self._require_foreseen(mismatches)
-        return Accumulated(metrics=merge_metrics(metrics), non_finite=_first_non_finite(losses, planned))
+        return merge_metrics(metrics), _first_non_finite(losses, planned)
 
     @contextmanager
     def _computing(self, part: Planned) -> Iterator[tuple[TrainingInputBatch, Layout]]:

@@ -152,7 +152,7 @@ class _Together(ModelEngine):
     ) -> StepMetrics:
         """Adds the gradient of the sum of `loss_of` over micro-batches to the adapters that the rows name."""
         del num_documents
-        return self.passes.accumulate(self.passes.plan(batch, training=True), loss_of, step=0).metrics
+        return self.passes.accumulate(self.passes.plan(batch, training=True), loss_of, step=0)[0]
 
 
 def _rows_together(asked: Sequence[AdapterPass], losses: Sequence[AlgorithmConfig]) -> TrainingInputBatch:

@@ -5,7 +5,6 @@ from skyrl_train.system import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from skyrl_train.rollout.admission import (
         Admission as Admission,
-        AdmissionSettings as AdmissionSettings,
         ConsumedPrompts as ConsumedPrompts,
     )
     from skyrl_train.rollout.agent_loop import (

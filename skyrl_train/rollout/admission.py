@@ -9,7 +9,7 @@ it with a million events. Its numbers:
 
 Two rules hold together that no token is trained on more than `max_staleness` versions after it was sampled:
 
-    admission  a group begins while `started - discarded < (version + 1 + max_staleness) * batch_size`
+    admission  a group begins while `started - discarded < (version + 1 + max_staleness) * train_batch_size`
     age        a group that began at version `f` is in batch `f + max_staleness` at the latest
 
 With `oversample` more groups are pending than the batches to come have room for: of `started - discarded`, the part that is
@@ -22,9 +22,9 @@ batch closes only where, for each later batch, the groups that are then due fit 
 the admission rule is what makes that possible at all, where nothing is oversampled. Of the groups that have finished the
 oldest are taken; with `take_groups=in_order` the oldest of all, which are waited for.
 
-With `replace_min_share` groups may finish that teach nothing. They count towards a batch all the same; when it closes,
-copies of the others stand in their places. Where too few of them teach, all groups of it are discarded, and the batch is
-made of those that are left and others.
+With `dynamic_sampling=replace` groups may finish that teach nothing. They count towards a batch all the same; when it
+closes, copies of the others stand in their places. Where too few of them teach, all groups of it are discarded, and the
+batch is made of those that are left and others.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from skyrl_train.config import TrainerConfig
 from skyrl_train.system.files import whole_number
 
 DECLARED_METRICS = """
@@ -51,9 +52,6 @@ timing/wait/rollouts | s | The learner's wait within `timing/generate`. | with `
 timing/wait/admission | s | Time without groups in flight: all that may begin had finished. | with
     `trainer.max_staleness`
 """
-
-StaleGroups = Literal["wait", "drop"]
-TakeGroups = Literal["first_finished", "in_order"]
 
 STALE = "stale"
 """Reason of a group that was dropped in flight: it would be too old for the batches that have room."""
@@ -110,36 +108,12 @@ class ConsumedPrompts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdmissionSettings:
-    """What the rules are given."""
-
-    batch_size: int
-    """Prompt groups in each batch that the learner trains on."""
-    max_staleness: int
-    """Versions that the learner may be ahead of the oldest token that it trains on; at least 1."""
-    stale_groups: StaleGroups
-    """Whether a batch waits for a group that is due in it, or drops it."""
-    total_batches: int
-    """Of the run, those that are closed included: no group begins that none of them has room for."""
-    take_groups: TakeGroups = "first_finished"
-    """Whether a batch takes what has finished, or the oldest groups whatever has finished."""
-    oversample: float = 1.0
-    """Pending groups for each that the batches to come have room for; at least 1. Above 1 with `first_finished`,
-    `stale_groups` is `drop`: what is too many cannot be waited for."""
-    max_discards: int | None = None
-    """Groups that are discarded between two batches after which none begins: with none in flight, the batch cannot be
-    made."""
-    replace_min_share: float | None = None
-    """Share of a batch's groups that must teach something, and one of them at least, for copies to stand in the places of
-    the others; None is without copies, where groups that teach nothing are discarded as they finish."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Closed:
     """A batch, and what it leaves behind."""
 
     ordinals: tuple[int, ...]
-    """`batch_size` groups, ascending; with `replace_min_share` one may be there again, in the place of another."""
+    """`trainer.train_batch_size` groups, ascending; with `dynamic_sampling=replace` one may be there again, in the place of
+    another."""
     dropped: Mapping[int, str]
     """Groups that were given up since the batch before, or have a copy of another in their place, with the reason."""
 
@@ -164,7 +138,9 @@ class _Pending:
 class Admission:
     """The rules and what they know; see the head of this file."""
 
-    settings: AdmissionSettings
+    trainer: TrainerConfig
+    total_batches: int
+    """Of the run, those that are closed included: no group begins that none of them has room for."""
     version: int
     """Also the number of batches that are closed when it begins."""
     settled: ConsumedPrompts
@@ -191,16 +167,19 @@ class Admission:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether so many groups were discarded since the batch before that no other begins for the next one."""
-        limit = self.settings.max_discards
-        return limit is not None and len(self.dropped) >= limit
+        """Whether dynamic sampling has discarded so many groups since the batch before that no other begins for the next
+        one: with none in flight, it cannot be made."""
+        filters = self.trainer.algorithm.filters
+        limit = filters.dynamic_sampling_max_batches * self.trainer.train_batch_size
+        return filters.dynamic_sampling != "none" and len(self.dropped) >= limit
 
     def start(self) -> int | None:
         """Return the ordinal of the group that begins now; None where none may."""
-        settings = self.settings
-        num_batches = min(self.version + 1 + settings.max_staleness, settings.total_batches) - self._num_closed
+        trainer = self.trainer
+        num_batches = min(self.version + 1 + trainer.max_staleness, self.total_batches) - self._num_closed
         # What is pending is `started - discarded` less what was trained on.
-        if len(self._pending) >= round(num_batches * settings.batch_size * settings.oversample) or self.is_exhausted:
+        most = round(num_batches * trainer.train_batch_size * trainer.oversample)
+        if len(self._pending) >= most or self.is_exhausted:
             return None
         while self.settled.holds(self._next) or self._next in self._pending:
             self._next += 1
@@ -246,19 +225,19 @@ class Admission:
         if self._num_closed != self.version:
             raise ValueError(f"batch {self.version} is closed, and version {self.version + 1} was not published yet")
         chosen, ordinals = self._choose(), []
-        while len(chosen) == self.settings.batch_size and not (ordinals := self._with_copies(chosen)):
+        while len(chosen) == self.trainer.train_batch_size and not (ordinals := self._with_copies(chosen)):
             for ordinal in chosen:
                 self.discard(ordinal, self._pending[ordinal].idle_reason or REJECTED)
             chosen = [] if self.is_exhausted else self._choose()
         if not ordinals:
             return None
         left = {ordinal: group for ordinal, group in self._pending.items() if ordinal not in chosen}
-        if self.settings.take_groups == "in_order" or self.settings.stale_groups == "drop":
+        if self.trainer.take_groups == "in_order" or self.trainer.stale_groups == "drop":
             for ordinal, group in left.items():
                 if self._due(group) <= self.version:
                     self.discard(ordinal, SURPLUS if group.is_finished else STALE)
         elif not self._is_on_time(left):
-            if self.num_in_flight or self.settings.max_discards is None:
+            if self.num_in_flight or self.trainer.algorithm.filters.dynamic_sampling == "none":
                 return None
             # Only where a run before discarded groups that failed, or were of a rejected batch, and are pending once more,
             # beside those that began in their places: the youngest go until the others are on time.
@@ -279,25 +258,25 @@ class Admission:
         """Return the groups of the next batch, or fewer where it cannot be closed."""
         # Groups are held in the order in which they began, the oldest first.
         candidates = list(self._pending.items())
-        if self.settings.take_groups == "in_order":
-            candidates = candidates[: self.settings.batch_size]
-        return [ordinal for ordinal, group in candidates if group.is_finished][: self.settings.batch_size]
+        if self.trainer.take_groups == "in_order":
+            candidates = candidates[: self.trainer.train_batch_size]
+        return [ordinal for ordinal, group in candidates if group.is_finished][: self.trainer.train_batch_size]
 
     def _with_copies(self, chosen: list[int]) -> list[int]:
         """Return the groups to train on, ascending but for copies of those that teach, in turn, in the places of the others;
         none where too few teach."""
-        chosen, share = sorted(chosen), self.settings.replace_min_share
-        if share is None:
+        chosen, filters = sorted(chosen), self.trainer.algorithm.filters
+        if filters.dynamic_sampling != "replace":
             return chosen
         sources = [ordinal for ordinal in chosen if not self._pending[ordinal].idle_reason]
-        if not sources or len(sources) < share * len(chosen):
+        if not sources or len(sources) < filters.replace_min_share * len(chosen):
             return []
         copies = itertools.cycle(sources)
         return [next(copies) if self._pending[ordinal].idle_reason else ordinal for ordinal in chosen]
 
     def _due(self, group: _Pending) -> int:
         """Return the number of the last batch that may hold the group."""
-        return group.began_at + self.settings.max_staleness
+        return group.began_at + self.trainer.max_staleness
 
     def _is_on_time(self, left: Mapping[int, _Pending]) -> bool:
         """Whether the batches after this one can hold every group that is `left` before it is too old."""
@@ -307,5 +286,5 @@ class Admission:
             num_due += due[number]
             if num_due > room:
                 return False
-            room += self.settings.batch_size
+            room += self.trainer.train_batch_size
         return True

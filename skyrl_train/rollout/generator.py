@@ -34,7 +34,7 @@ from skyrl_train.rollout.checked_engine import (
     checked_trajectory,
 )
 from skyrl_train.rollout.envs.environments import check_environment, check_rows, environment_of, uses_processes
-from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts.local import LocalWorkers
 from skyrl_train.rollout.hosts.processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.hosts.scoring import Rewards
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
@@ -241,7 +241,7 @@ class RolloutGenerator:
         timeout_s, waits = environment.step_timeout_s, self.activity.environment
         hosts: Environments
         if uses_processes(environment):
-            host, most = workers or LocalWorkers(WorkerSettings.of(environment, log=log)), most_workers(environment)
+            host, most = workers or LocalWorkers.of(environment, log), most_workers(environment)
             hosts = ProcessEnvironments(host, num_workers=most, timeout_s=timeout_s, around=waits)
             # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
             self.thread.begin(host.ready())

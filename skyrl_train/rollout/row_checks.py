@@ -25,7 +25,7 @@ from skyrl_train.parts import ENVIRONMENTS
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout.boundary import CHECK_ROWS, column_in, plain
 from skyrl_train.rollout.envs.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
-from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, run_in_workers
+from skyrl_train.rollout.hosts.local import LocalWorkers, run_in_workers
 from skyrl_train.rollout.hosts.processes import WorkerEnded
 from skyrl_train.rollout.hosts.scoring import check_reward_columns
 from skyrl_train.types import Prompt
@@ -113,9 +113,9 @@ def _problems(spec: PartSpec, prompts: Sequence[Prompt], environment: Environmen
         return _in_chunks(prompts, lambda rows: row_problems(spec, rows))
     if ":" not in name:  # another one of skyrl-gym's registry
         return ()
-    settings = replace(WorkerSettings.of(environment), specs=(spec,), registry=False, tools=(), rewards={})
+    alone = replace(environment, env_class=spec, tools=(), reward=None, rewards=())
     return run_in_workers(
-        settings,
+        LocalWorkers.of(alone),
         lambda workers: _asked(workers, spec, prompts, environment.step_timeout_s),
         what=f"the check of {len(prompts)} rows by {name}",
         timeout_s=environment.step_timeout_s * (2 + len(prompts) // _CHUNK) + 300,

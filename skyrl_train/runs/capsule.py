@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
-from skyrl_train.config import Config, SFTConfig
+from skyrl_train.config import Config, SFTConfig, TrainerConfig
 from skyrl_train.config.derived import RunModels, sft_learner_settings
 from skyrl_train.config.door import as_now, load_root
 from skyrl_train.data.sources import IMAGES
@@ -21,7 +21,7 @@ from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.learner import read_tensors
 from skyrl_train.model.files import image_reader
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.construction.parts import Host, build_learners, learners_here, ppo_settings
+from skyrl_train.runs.construction.parts import Host, assembler, build_learners, learners_here, trainer_of
 from skyrl_train.runs.resolving import resolve
 from skyrl_train.runs.sft import size_policy
 from skyrl_train.runs.task import prepare_process
@@ -172,7 +172,9 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
             metrics = named_metrics(merge_metrics([policy.forward_backward(closed), policy.optim_step()]))
             batch = closed.batch
         else:
-            batch, metrics = _trained_again(opened, ppo_settings(opened.config), learners, state)
+            batch, metrics = _trained_again(
+                opened, trainer_of(opened.config), assembler(opened.config), learners, state
+            )
         write_batch(output / BATCH_FILE, batch)
         for name, model in _named(learners).items():
             if name != "reference":
@@ -191,32 +193,32 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
 
 
 def _trained_again(
-    opened: Opened, settings: steps.PPOSettings, learners: steps.Learners, state: TrainerState
+    opened: Opened, trainer: TrainerConfig, assemble: steps.Assemble, learners: steps.Learners, state: TrainerState
 ) -> tuple[TrainingInputBatch, dict[str, float]]:
     """Score, estimate and update; the batch, and metrics of what was computed."""
-    batch = _batch_again(opened, learners, state, settings)
+    batch = _batch_again(opened, trainer, assemble, learners, state)
     update = steps.update(
         batch,
         learners,
-        settings.trainer,
+        trainer,
         on_progress=lambda done, total: None,  # noqa: ARG005
         entropy=state.entropy_controller,
     )
     return batch, {
-        **batch_metrics(batch, settings.trainer.algorithm),
-        **document_metrics(batch, settings.trainer.docs_per_step),
+        **batch_metrics(batch, trainer.algorithm),
+        **document_metrics(batch, trainer.docs_per_step),
         **to_values(update.metrics),
     }
 
 
 def _batch_again(
-    opened: Opened, learners: steps.Learners, state: TrainerState, settings: steps.PPOSettings
+    opened: Opened, trainer: TrainerConfig, assemble: steps.Assemble, learners: steps.Learners, state: TrainerState
 ) -> TrainingInputBatch:
     """The training batch, from the rollouts on; as it was recorded where the run kept none, or a sample of them."""
     capsule = opened.capsule
     if not capsule.rollouts or read_facts(opened.folder / capsule.rollouts).sample_fraction < 1:
         return opened.batch()
     rollouts = read_rollouts(opened.folder / capsule.rollouts)[capsule.step]
-    batch = steps.assemble(rollouts, settings.assembly, step=capsule.step, weight_version=state.weight_version)
-    batch = steps.score(batch, learners, settings.trainer, rollouts=rollouts)
-    return steps.estimate(batch, settings.trainer.algorithm, kl_coef=state.kl_controller.coef, seed=opened.config.seed)
+    batch = assemble(rollouts, step=capsule.step, weight_version=state.weight_version)
+    batch = steps.score(batch, learners, trainer, rollouts=rollouts)
+    return steps.estimate(batch, trainer.algorithm, kl_coef=state.kl_controller.coef, seed=opened.config.seed)

@@ -18,7 +18,7 @@ from skyrl_train.errors import ModelError, NonFiniteError, counted
 from skyrl_train.learner import CriticLearner, PolicyLearner, read_tensors
 from skyrl_train.model import load_tokenizer
 from skyrl_train.runs.capsule import MODELS, Opened, models_of
-from skyrl_train.runs.construction.parts import ppo_settings
+from skyrl_train.runs.construction.parts import trainer_of
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.checkpoints import TrainerState
 
@@ -123,9 +123,8 @@ def optimizer_steps(opened: Opened, learners: steps.Learners, state: TrainerStat
         policy = cast("PolicyLearner", learners.policy)
         yield OptimizerStep(label="policy, the step's one optimizer step", learner=policy, mini_batch=opened.closed())
         return
-    settings, refusal, batch = ppo_settings(opened.config), opened.capsule.refusal, opened.batch()
-    trainer, algorithm = settings.trainer, settings.trainer.algorithm
-    metadata = batch.metadata
+    trainer, refusal, batch = trainer_of(opened.config), opened.capsule.refusal, opened.batch()
+    algorithm, metadata = trainer.algorithm, batch.metadata
     preparer = steps.MiniBatchPreparer(learners.policy, algorithm, state.entropy_controller)
     named = (
         ("critic", learners.critic, metadata.critic_mini_batch_boundaries),
@@ -294,7 +293,7 @@ def _decoder(opened: Opened) -> Decode | None:
 
 T = TypeVar("T")
 Decode = Callable[[list[int]], str]
-"""Token ids to text."""
+"""Gives the text of token ids, special tokens included."""
 CAUSES = ("rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns", "advantages")
 """Columns of a batch, each of which may be made of those before it."""
 _GROUPS = 2
@@ -311,7 +310,7 @@ class TokenPlace:
     sample: int
     turn: int
     position: int
-    """In its row."""
+    """Of the token in its row, from 0."""
     token_id: int
     text: str
     """The token and what is around it, with the token between `>>` and `<<`; ids where there is no tokenizer."""
@@ -377,7 +376,7 @@ class BadColumn:
     count: int
     row: int
     position: int
-    """Of the first."""
+    """Of the first such number in its row, from 0."""
     value: float
 
 

@@ -22,6 +22,7 @@ import torch
 
 from skyrl_train.config import Config
 from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.derived import scores_entropies
 from skyrl_train.config.environment import reward_entries
 from skyrl_train.config.rules import sizes_of
 from skyrl_train.errors import byte_size, counted
@@ -39,11 +40,11 @@ from skyrl_train.plan import (
 from skyrl_train.rollout import check_failures
 from skyrl_train.rollout.hosts import facts_of, row_columns
 from skyrl_train.rollout.rewards import forget_rewards
-from skyrl_train.runs.construction.parts import Host, ppo_settings, rollout_generator
+from skyrl_train.runs.construction.parts import Host, assembler, rollout_generator, trainer_of
 from skyrl_train.runs.task import Attempt
 from skyrl_train.system import derive_seed
 from skyrl_train.telemetry import StepMetrics
-from skyrl_train.trainers import Learners, PPOSettings, PromptBatches, equal_groups, steps
+from skyrl_train.trainers import Learners, PromptBatches, equal_groups, sampling_params, steps
 from skyrl_train.trainers.evaluation import groups_of
 from skyrl_train.types import (
     GenerationOutput,
@@ -174,11 +175,11 @@ class _Engine:
         return self._engine.weight_version
 
     def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
+        """Announce a trajectory to the run's engine until the context is left."""
         return self._engine.lease()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Raises EngineError, DeadlineError."""
+        """Return the engine's answer, or the given turn as an answer. Raises EngineError, DeadlineError."""
         if not self.given:
             return await self._engine.generate(request)
         prompt, sample, turn = map(int, request.request_id.rsplit("-", 3)[1:])
@@ -202,7 +203,7 @@ class _Undone:
         vars(self).update({name: getattr(learner, name) for name in passes if hasattr(learner, name)})
 
     def optim_step(self) -> StepMetrics:
-        """Drop the gradient."""
+        """Drop the gradient; there are no metrics."""
         self._engine.zero_grad()
         return {}
 
@@ -217,7 +218,7 @@ def _look(
     tokenizer: Tokenizer,
 ) -> Seen:
     """Raises SkyrlTrainError where every sample fails."""
-    settings = ppo_settings(small)
+    sampling = sampling_params(small.generator.sampling)
     assert host.engines is not None, "whatever is no recording is an engine"
     steps.sync(learners.policy, host.engines.transport, version=0)
     engine = _Engine(host.engines.engine)
@@ -225,7 +226,15 @@ def _look(
         generator = rollout_generator(small, engine, host)
         stack.callback(generator.close)
         began = time.monotonic()
-        generated = steps.generate(generator, lambda _: prompts, settings, step=1, position=0)
+        generated = steps.generate(
+            generator,
+            lambda _: prompts,
+            trainer_of(small),
+            n_samples_per_prompt=small.generator.n_samples_per_prompt,
+            sampling=sampling,
+            step=1,
+            position=0,
+        )
         generate_s = time.monotonic() - began
         made = generated.everything.trajectories
         if all(each.failed for each in made):
@@ -233,14 +242,14 @@ def _look(
         engine.given = _other_answers(generated.everything, tokenizer)
         num_others = len(engine.given) // len(prompts)
         others = generator.generate(
-            prompts, n_samples_per_prompt=num_others, sampling=settings.sampling, global_step=1, purpose="look"
+            prompts, n_samples_per_prompt=num_others, sampling=sampling, global_step=1, purpose="look"
         )
         generator.take_metrics()
     if not any(entry.in_trainer for entry in reward_entries(config.environment)):
         forget_rewards()  # so that an object that counts its calls begins anew
     is_profiled = 1 in config.trainer.profile_steps  # and would be of this update
     is_measured = not (config.platform.on_gpu or is_profiled or any(each.failed for each in made))
-    learn_s = _update(generated, settings, learners) if is_measured else 0.0
+    learn_s = _update(generated, small, learners) if is_measured else 0.0
     lengths = recorded_lengths([generated.everything], step_wise=config.generator.is_step_wise, source="the first look")
     more = plan.num_samples_per_batch / len(made)
     of_step = _step_seconds(config, plan, small, lengths, generate_s, learn_s, more=more)
@@ -281,16 +290,16 @@ def _response(turn: Turn) -> tuple[int, ...]:
     return tuple(turn.response_token_ids.tolist())
 
 
-def _update(generated: steps.Generated, settings: PPOSettings, learners: Learners) -> float:
+def _update(generated: steps.Generated, config: Config, learners: Learners) -> float:
     """Score and update once, and drop the gradient; return the seconds."""
-    trainer, began = settings.trainer, time.monotonic()
+    trainer, assemble, began = trainer_of(config), assembler(config), time.monotonic()
     critic = None if learners.critic is None else cast("Learner", _Undone(learners.critic))
     undone = replace(learners, policy=cast("Learner", _Undone(learners.policy)), critic=critic)
     try:
-        batch = steps.assemble(generated.rollouts, settings.assembly, step=1, weight_version=0)
-        entropies = settings.scores_entropies
+        batch = assemble(generated.rollouts, step=1, weight_version=0)
+        entropies = scores_entropies(config)
         batch = steps.score(batch, learners, trainer, rollouts=generated.rollouts, with_entropies=entropies)
-        batch = steps.estimate(batch, trainer.algorithm, kl_coef=trainer.algorithm.kl_reward_coef, seed=settings.seed)
+        batch = steps.estimate(batch, trainer.algorithm, kl_coef=trainer.algorithm.kl_reward_coef, seed=config.seed)
         batch = batch.without_columns("entropies")
         steps.update(batch, undone, trainer, on_progress=lambda *_: None)
     finally:
@@ -336,7 +345,7 @@ class Seen:
     """The same prompts with other answers: of each prompt the first is its first sample's again."""
     generate_s: float
     learn_s: float
-    """Of scores and update."""
+    """Seconds of scores and update of a whole step."""
     is_measured: bool
     """Whether `learn_s` follows from an update that was made; else from stated rates of the device."""
     peak_bytes: int

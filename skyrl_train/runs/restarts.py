@@ -17,18 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from skyrl_train.config import AnyConfig, Config
+from skyrl_train.config import AnyConfig, Config, LoopConfig
 from skyrl_train.config.derived import layout_of
 from skyrl_train.config.models import ROLES, PlacementConfig
 from skyrl_train.config.placement import missing_room
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested, counted
 from skyrl_train.runs.cli.placement import rule_violations
 from skyrl_train.telemetry.logs import RunConsole
-
-if TYPE_CHECKING:
-    from skyrl_train.trainers.checkpoints import ResumeSettings
 
 C = TypeVar("C", bound=AnyConfig)
 OnEnd = Callable[[BaseException | None], None]
@@ -54,7 +51,7 @@ class Restarts:
     recorded: int = 0
     """Restarts whose line is written."""
     limit: int = 0
-    """`trainer.max_restarts`."""
+    """Most restarts of this process: `trainer.max_restarts`."""
     on_end: OnEnd = tell_nobody
     """Told of how the run ends, before the last attempt's parts are closed."""
 
@@ -72,10 +69,11 @@ class Restarts:
         never_worked = lost is not None and lost.phase == "start" and not self.count
         return None if never_worked or self.count >= self.limit else lost
 
-    def resume(self, resume: ResumeSettings) -> ResumeSettings:
-        """How this attempt looks for its start: after a restart from the newest checkpoint of this run, where it has one."""
+    def resume(self, trainer: LoopConfig) -> LoopConfig:
+        """Return `trainer` as this attempt looks for its start: after a restart from the newest checkpoint of this run,
+        where it has one."""
         is_begun = next((self.file.parent / "checkpoints").glob("step_*"), None) is not None
-        return replace(resume, mode="latest", path="") if self.count and is_begun else resume
+        return replace(trainer, resume_mode="latest", resume_path="") if self.count and is_begun else trainer
 
     def begun(self, global_step: int, *, policy_num_workers: int) -> None:
         """Write the line of a restart that goes on after `global_step` on so many ranks, once the run's folder is prepared

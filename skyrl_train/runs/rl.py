@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms import shape_rewards
 from skyrl_train.config import Config
-from skyrl_train.config.derived import run_models
+from skyrl_train.config.derived import run_models, scores_entropies
 from skyrl_train.config.models import ships_adapter
 from skyrl_train.config.rules import mixed_datasets, part_violations
 from skyrl_train.data import Curriculum, MixedSource, PromptSource
@@ -25,6 +25,7 @@ from skyrl_train.registry import part_name
 from skyrl_train.rollout import RolloutGenerator
 from skyrl_train.rollout.stream import ReplayGenerator
 from skyrl_train.runs.construction.parts import (
+    assembler,
     build_evaluator,
     build_host,
     build_learners,
@@ -32,8 +33,8 @@ from skyrl_train.runs.construction.parts import (
     build_stream,
     most_stored_bytes,
     open_rollout_log,
-    ppo_settings,
     size_micro_batches,
+    trainer_of,
 )
 from skyrl_train.runs.look import first_look
 from skyrl_train.runs.prompts import check_recorded_images, has_images, measure_prompts, require_exact_images
@@ -43,7 +44,7 @@ from skyrl_train.runs.task import Attempt, Parts, Task, prepare_process
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.telemetry.trackers import draw_learning_curve
-from skyrl_train.trainers import PPOTrainer, PromptBatches, TrainingResult, checkpointed_models
+from skyrl_train.trainers import PPOTrainer, PromptBatches, TrainingResult, checkpointed_models, sampling_params
 from skyrl_train.trainers.checkpoints import CheckpointStore, DataFingerprint, TrainerState
 from skyrl_train.trainers.evaluation import evaluation_table, write_evaluation
 from skyrl_train.types import Prompt
@@ -77,7 +78,7 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         rows: Sequence[CheckedRows] | None = None,
         only_looks: bool = False,
     ) -> None:
-        """Raises what `load_data` raises."""
+        """Loads the prompts; raises what `load_data` raises."""
         del console  # measuring says nothing
         self.data = load_data(config, rows)
         self.fingerprint, self.notes, self._only_looks = self.data.fingerprint, self.data.notes, only_looks
@@ -129,7 +130,12 @@ class ReinforcementLearning(Task[Config, BatchPlan, TrainingResult]):
         rollout_log = open_rollout_log(config, attempt.folder, stack, plane)
         return PPOTrainer(
             loop=loop,
-            settings=ppo_settings(config),
+            trainer=trainer_of(config),
+            assemble=assembler(config),
+            n_samples_per_prompt=config.generator.n_samples_per_prompt,
+            sampling=sampling_params(config.generator.sampling),
+            seed=config.seed,
+            scores_entropies=scores_entropies(config),
             prompts=data.train,
             curriculum=data.curriculum,
             generator=generator,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.config import RunConfig
@@ -14,28 +13,6 @@ from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.runs.drive import open_folder, uncollected
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """What is known of a server beside its models."""
-
-    folder: Path
-    """Journal and adapters; one server at a time."""
-    tenants: Mapping[str, str]
-    """By key."""
-    name: str = ""
-    """The base model's name for clients; unless given, the last two parts of `model.path`."""
-    host: str = "127.0.0.1"
-    port: int = 0
-    max_adapters: int
-    max_bytes: int
-    max_requests: int
-    """The last three of each tenant, as `serve.Limits` has them."""
-    models_in_memory: int = 64
-    """Of which more wait on disk until they are asked for."""
-    announce: Callable[[int, str], None]
-    """Told the port and the name before the first request can be answered."""
-
-
 def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> None:
     """Raises ConfigError for an engine or a placement that the server has not."""
     if generator.backend != "hf" or placement.backend != "inline":
@@ -43,55 +20,72 @@ def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> No
         raise ConfigError([Violation.of("generator.backend", str(generator.backend), rule, remedy)])
 
 
-def serve(settings: ServerSettings, run: RunConfig, learner: LearnerSettings, generator: GeneratorConfig) -> None:
-    """Answers clients of Tinker's API until the process is told to end. Raises SkyrlTrainError for whatever the user can
-    fix."""
+def serve(
+    run: RunConfig,
+    learner: LearnerSettings,
+    generator: GeneratorConfig,
+    *,
+    folder: Path,
+    tenants: Mapping[str, str],
+    name: str,
+    host: str,
+    port: int,
+    max_adapters: int,
+    max_bytes: int,
+    max_requests: int,
+    models_in_memory: int,
+    announce: Callable[[int, str], None],
+) -> None:
+    """Answers clients of Tinker's API until the process is told to end.
+
+    Args:
+        folder: Journal and adapters; one server at a time.
+        tenants: By key.
+        name: The base model's name for clients; empty: the last two parts of `model.path`.
+        max_adapters: Of each tenant, as are `max_bytes` and `max_requests`; see `serve.Limits`.
+        models_in_memory: Of which more wait on disk until they are asked for.
+        announce: Told the port and the name before the first request can be answered.
+
+    Raises SkyrlTrainError for whatever the user can fix: no schema of messages, no weights.
+    """
     with uncollected():
         from skyrl_train.runs.task import prepare_process
 
     prepare_process(run)
     with open_folder(run).locked():
-        _listen(settings, learner, generator)
+        with uncollected():
+            import uvicorn
 
+            from skyrl_train.serve import Limits, Models, RunFolders, Service, make_app, schema
 
-def _listen(settings: ServerSettings, learner: LearnerSettings, generator: GeneratorConfig) -> None:
-    """Answer until the process is told to end. Raises SkyrlTrainError: no schema of messages, no weights."""
-    with uncollected():
-        import uvicorn
-
-        from skyrl_train.serve import Limits, Models, RunFolders, Service, make_app, schema
-
-        schema()  # raises where there is none, before models are loaded
-        models = Models(learner, generator)
-    name = settings.name or model_name(learner.model.path)
-    limits = Limits(
-        max_adapters=settings.max_adapters, max_bytes=settings.max_bytes, max_requests=settings.max_requests
-    )
-    service = Service(
-        models,
-        settings.folder,
-        base_model=name,
-        seed=learner.seed,
-        limits=limits,
-        models_in_memory=settings.models_in_memory,
-    )
-    shown = RunFolders(service.records, settings.folder, lambda tokens: str(models.tokenizer.decode(list(tokens))))
-    service.ledger.on_settled = shown.take
-    listener = uvicorn.Config(
-        make_app(service, settings.tenants),
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=3,
-    )
-    socket = listener.bind_socket()
-    settings.announce(listening(socket), name)
-    try:
-        uvicorn.Server(listener).run(sockets=[socket])
-    finally:
-        shown.close()
+            schema()  # raises where there is none, before models are loaded
+            models = Models(learner, generator)
+        name = name or model_name(learner.model.path)
+        service = Service(
+            models,
+            folder,
+            base_model=name,
+            seed=learner.seed,
+            limits=Limits(max_adapters=max_adapters, max_bytes=max_bytes, max_requests=max_requests),
+            models_in_memory=models_in_memory,
+        )
+        shown = RunFolders(service.records, folder, lambda tokens: str(models.tokenizer.decode(list(tokens))))
+        service.ledger.on_settled = shown.take
+        listener = uvicorn.Config(
+            make_app(service, tenants),
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=3,
+        )
+        socket = listener.bind_socket()
+        announce(listening(socket), name)
+        try:
+            uvicorn.Server(listener).run(sockets=[socket])
+        finally:
+            shown.close()
 
 
 def model_name(path: str) -> str:

@@ -39,13 +39,12 @@ from skyrl_train.telemetry.trackers import (
     TrackioTracker,
     WandbTracker,
 )
-from skyrl_train.trainers import LoopSettings, Observers, Start, TrainingLoop, find_start, prepare_run_folder
+from skyrl_train.trainers import Observers, Start, TrainingLoop, find_start, prepare_run_folder
 from skyrl_train.trainers.capsules import CapsuleWriter
 from skyrl_train.trainers.checkpoints import (
     CheckpointStore,
     DataFingerprint,
     flat_config,
-    resume_settings,
     settings_of,
 )
 
@@ -105,7 +104,7 @@ class Attempt(Generic[C, PlanT]):
     console: RunConsole
     checkpoints: CheckpointStore
     stack: ExitStack
-    """Closes the parts."""
+    """Closes the parts of this attempt, the last one first."""
     num_restarts: int = 0
 
     @property
@@ -138,13 +137,10 @@ class Attempt(Generic[C, PlanT]):
         trackers = build_trackers(config, self.folder, console=console, start_step=first, total_steps=total_steps)
         self.stack.callback(trackers.close)
         return TrainingLoop(
-            settings=LoopSettings(
-                run_name=config.run_name,
-                total_steps=total_steps,
-                trainer=trainer,
-                config=flat_config(settings_of(config)),
-                num_restarts=self.num_restarts,
-            ),
+            trainer=trainer,
+            total_steps=total_steps,
+            run_name=config.run_name,
+            config=flat_config(settings_of(config)),
             models=models,
             data=self.data,
             start=self.start,
@@ -163,6 +159,7 @@ class Attempt(Generic[C, PlanT]):
             draw=draw,
             draw_timeline=draw_timeline,
             activity=activity,
+            num_restarts=self.num_restarts,
         )
 
     def capsules(self, loop: TrainingLoop) -> CapsuleWriter:
@@ -181,7 +178,7 @@ class Task(ABC, Generic[C, PlanT, ResultT]):
     """One kind of run: its data, what follows from them, and what trains on them."""
 
     fingerprint: DataFingerprint
-    """Of the training data."""
+    """Of the training prompts, or of the examples of supervised training."""
     notes: Sequence[str]
     """What was left out of them, one line each."""
 
@@ -222,8 +219,16 @@ def begin(
     checkpoints.clean()
     settings = settings_of(config)
     is_base = isinstance(config, Config) and reference_is_base(config)
-    resume = restarts.resume(resume_settings(config.trainer, settings, type(config), reference_is_base=is_base))
-    start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
+    start = find_start(
+        restarts.resume(config.trainer),
+        settings,
+        type(config),
+        folder,
+        checkpoints,
+        data=data,
+        total_steps=plan.total_steps,
+        reference_is_base=is_base,
+    )
     for note in start.notes:
         console.note(note)
     if start.complete:

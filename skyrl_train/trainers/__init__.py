@@ -4,7 +4,7 @@ from skyrl_train.system import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from skyrl_train.trainers import sft as sft, steps as steps
-    from skyrl_train.trainers.loop import LoopSettings as LoopSettings, TrainingLoop as TrainingLoop
+    from skyrl_train.trainers.loop import TrainingLoop as TrainingLoop
     from skyrl_train.trainers.observers import Observers as Observers, RunEvent as RunEvent, StepFacts as StepFacts
     from skyrl_train.trainers.ppo import PPOTrainer as PPOTrainer, TrainingResult as TrainingResult
     from skyrl_train.trainers.resume import (
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
     from skyrl_train.trainers.steps import (
         Learners as Learners,
-        PPOSettings as PPOSettings,
         PromptBatches as PromptBatches,
         sampling_params as sampling_params,
     )

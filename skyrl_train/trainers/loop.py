@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -62,26 +61,16 @@ Figures = Mapping[str, float]
 """Metrics by name, as numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """What every loop reads of its run's configuration."""
-
-    run_name: str
-    total_steps: int
-    trainer: LoopConfig
-    config: Mapping[str, Any]
-    """Every setting by its dotted name (`checkpoints.flat_config`), which checkpoints record."""
-    num_restarts: int = 0
-    """How often this process has gone on from a checkpoint after a worker was lost; recorded from the first on."""
-
-
 class TrainingLoop:
     """One run's loop around the verbs of its trainer. It constructs nothing and closes nothing it is given."""
 
     def __init__(
         self,
         *,
-        settings: LoopSettings,
+        trainer: LoopConfig,
+        total_steps: int,
+        run_name: str,
+        config: Mapping[str, Any],
         models: Mapping[str, Learner | Scorer],
         data: DataFingerprint,
         start: Start,
@@ -94,11 +83,21 @@ class TrainingLoop:
         draw_timeline: Callable[..., object],
         activity: Activity | None = None,
         alerts: Alerts | None = None,
+        num_restarts: int = 0,
     ) -> None:
-        """`models` are those that a checkpoint holds, by the names of their folders in it. `folder` is prepared for
-        `start` (see `resume.prepare_run_folder`). `draw(metrics file, image file, title=...)` draws the learning curve, and
-        `draw_timeline` what ran when, likewise; `activity` is what rollouts are at."""
-        self.settings, self.start, self.folder, self.console = settings, start, folder, console
+        """
+        Args:
+            config: Every setting by its dotted name (`checkpoints.flat_config`), which checkpoints record.
+            models: Those that a checkpoint holds, by the names of their folders in it.
+            folder: Is prepared for `start` (see `resume.prepare_run_folder`).
+            draw: `draw(metrics file, image file, title=...)` draws the learning curve; `draw_timeline` what ran when.
+            activity: What rollouts are at.
+            num_restarts: How often this process has gone on from a checkpoint after a worker was lost; recorded from the
+                first on.
+        """
+        self.trainer, self.total_steps, self._run_name = trainer, total_steps, run_name
+        self._config, self._num_restarts = config, num_restarts
+        self.start, self.folder, self.console = start, folder, console
         self.observers, self.trackers, self._alerts = observers, trackers, alerts
         self.timer = StepTimer()
         self._models, self._data, self._checkpoints = models, data, checkpoints
@@ -116,7 +115,7 @@ class TrainingLoop:
             last_checkpoint=start.checkpoint,
             last_step=start.global_step,
             policy=cast("Learner", models["policy"]),
-            trainer=settings.trainer,
+            trainer=trainer,
             console=console,
             timer=self.timer,
             observers=observers,
@@ -128,7 +127,7 @@ class TrainingLoop:
         """Wraps all steps: signals ask for a stop at the next safe point, and a NonFiniteError says where the run can be
         continued from."""
         watched = nullcontext() if self._alerts is None else self._alerts.watching(self.start.global_step)
-        with _start_up_uncollected(), stop_on_signals(grace_s=self.settings.trainer.stop_grace_s) as stop, watched:
+        with _start_up_uncollected(), stop_on_signals(grace_s=self.trainer.stop_grace_s) as stop, watched:
             self._stop = stop
             try:
                 with closing(self.saves):
@@ -176,29 +175,25 @@ class TrainingLoop:
         the first step."""
         step = self.start.global_step
         self.observers.tell("start", step, path=self.folder.root)
-        if (
-            self.start.is_first
-            and self.settings.trainer.eval_before_train
-            and (metrics := self._evaluate(step, evaluate))
-        ):
+        if self.start.is_first and self.trainer.eval_before_train and (metrics := self._evaluate(step, evaluate)):
             timings = self._finish_timing(step)
             with self.saves.attempt():
                 self.trackers.log({**metrics, **timings}, step=step)
         self._finished = step, state
-        if self._stop.is_set and step < self.settings.total_steps:
+        if self._stop.is_set and step < self.total_steps:
             self.saves.save(step, partial(self.hold_state, step, state), [self._checkpoints])
             self._stop.raise_if_set(step)
 
     def steps(self) -> range:
         """The numbers of the steps that remain, from 1."""
-        return range(self.start.global_step + 1, self.settings.total_steps + 1)
+        return range(self.start.global_step + 1, self.total_steps + 1)
 
     def is_last(self, step: int) -> bool:
-        return step == self.settings.total_steps
+        return step == self.total_steps
 
     def evaluate_where_due(self, step: int, evaluate: Callable[[int], Figures]) -> Figures:
         """The metrics of `evaluate(step)` after the last step and every `eval_interval` steps; none otherwise."""
-        if self.is_last(step) or is_due(step, self.settings.trainer.eval_interval):
+        if self.is_last(step) or is_due(step, self.trainer.eval_interval):
             return self._evaluate(step, evaluate)
         return {}
 
@@ -209,7 +204,7 @@ class TrainingLoop:
         """
         timings = self._finish_timing(step)
         with self.phase("record"):
-            restarts = {"run/restarts": float(self.settings.num_restarts)} if self.settings.num_restarts else {}
+            restarts = {"run/restarts": float(self._num_restarts)} if self._num_restarts else {}
             held = resident_bytes()
             memory = {"memory/controller_gib": held / 2**30} if held else {}
             # An engine that says for how long it was kept from answering knows better than its caller.
@@ -234,7 +229,7 @@ class TrainingLoop:
         saves, hold = self.saves, partial(self.hold_state, step, state)
         stopping, ends = self._stop.is_set, ends or self.is_last(step)
         goes_on = not (ends or stopping)
-        is_due_now = is_due(step, self.settings.trainer.ckpt_interval)
+        is_due_now = is_due(step, self.trainer.ckpt_interval)
         saves.collect(step, hold, waits=is_due_now or best is not None or not goes_on or saves.has_failed)
         if is_lost := saves.is_last_lost:
             self.console.warn(f"{saves.last_checkpoint}, the last checkpoint, was deleted: another is written now")
@@ -248,7 +243,7 @@ class TrainingLoop:
     def hold_state(self, step: int, state: LoopState, *, copies: bool) -> HeldState:
         """Each model and the state of the loop after `step` steps, to be written; see `HeldState`."""
         held = {name: model.hold_state(copies=copies) for name, model in self._models.items()}
-        record = TrainerState.at(step, state, config=self.settings.config, data=self._data)
+        record = TrainerState.at(step, state, config=self._config, data=self._data)
 
         def write(folder: Path) -> FileSums:
             sums = {
@@ -270,7 +265,7 @@ class TrainingLoop:
     def _draw(self, draw: Callable[..., object], record: Path, image: Path) -> None:
         """A failure is a line on the console: a picture is no reason to end a run."""
         try:
-            draw(record, image, title=self.settings.run_name)
+            draw(record, image, title=self._run_name)
         except SkyrlTrainError as error:  # what draws is not installed: said once
             self.console.warn(f"no pictures: {error}")
             self._pictures = ()

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from skyrl_train.algorithms import KLControllerState, next_state
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.plane import DataPlane
+from skyrl_train.config import TrainerConfig
 from skyrl_train.data import Curriculum
 from skyrl_train.interfaces import Generator, ReportsMetrics, WeightTransport
 from skyrl_train.rollout import ConsumedPrompts
@@ -59,7 +60,7 @@ from skyrl_train.trainers.step_metrics import (
     speed_metrics,
     step_totals,
 )
-from skyrl_train.types import RolloutBatch
+from skyrl_train.types import RolloutBatch, SamplingParams
 
 DECLARED_METRICS = """
 kl/reward_coef | | Weight of the KL in rewards. | with `kl_reward_coef` | verl `actor/reward_kl_penalty_coeff`
@@ -82,7 +83,12 @@ class PPOTrainer:
         self,
         *,
         loop: TrainingLoop,
-        settings: steps.PPOSettings,
+        trainer: TrainerConfig,
+        assemble: steps.Assemble,
+        n_samples_per_prompt: int,
+        sampling: SamplingParams,
+        seed: int,
+        scores_entropies: bool = False,
         prompts: steps.PromptBatches,
         curriculum: Curriculum | None = None,
         generator: Generator,
@@ -94,15 +100,18 @@ class PPOTrainer:
         capsules: CapsuleWriter,
         plane: DataPlane | None = None,
     ) -> None:
-        """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
+        """`sampling` is how training rollouts are sampled; with `scores_entropies` they get entropies, which no loss reads;
+        `evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
         in place of `prompts`; a `stream`, which reads both itself, makes rollouts while the learner updates; `capsules`
         keep steps so that they can be executed again; `plane` has the arrays of training rows, if they are not here."""
-        self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
+        self.loop, self.trainer, self.prompts, self.generator = loop, trainer, prompts, generator
+        self._assemble, self._seed, self._scores_entropies = assemble, seed, scores_entropies
+        self._n_samples_per_prompt, self._sampling = n_samples_per_prompt, sampling
         self.curriculum, self.stream, self.capsules = curriculum, stream, capsules
         self.plane: DataPlane = plane or DataPlane()
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
-        self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
-        self._warnings = StepWarnings(settings.trainer.algorithm, is_recorded=generator.is_recorded)
+        self.state: LoopState = loop.start.state or LoopState.first(trainer.algorithm)
+        self._warnings = StepWarnings(trainer.algorithm, is_recorded=generator.is_recorded)
 
     def train(self) -> TrainingResult:
         """Train for all remaining steps, then write the export and show the table of evaluations.
@@ -111,7 +120,7 @@ class PPOTrainer:
             StopRequested: A signal came; the checkpoint of the last finished step is written.
             NonFiniteError: A loss or gradient is not finite; checkpoints are as they were.
         """
-        loop, settings, learners = self.loop, self.settings, self.learners
+        loop, trainer, learners = self.loop, self.trainer, self.learners
         with loop.running():
             self._begin()
             for step in loop.steps():
@@ -121,27 +130,23 @@ class PPOTrainer:
                     known.rollouts = generated.rollouts
                     with loop.phase("assemble"):
                         batch = known.batch = self.plane.make_rows(
-                            steps.assemble,
-                            generated.rollouts,
-                            settings.assembly,
-                            step=step,
-                            weight_version=step - 1,
+                            self._assemble, generated.rollouts, step=step, weight_version=step - 1
                         )
                     with loop.phase("score"):
                         batch = known.batch = steps.score(
                             batch,
                             learners,
-                            settings.trainer,
+                            trainer,
                             rollouts=generated.rollouts,
-                            with_entropies=settings.scores_entropies,
+                            with_entropies=self._scores_entropies,
                         )
                     with loop.phase("estimate"):
                         batch = known.batch = self.plane.add_columns(
                             steps.estimate,
                             batch,
-                            settings.trainer.algorithm,
+                            trainer.algorithm,
                             kl_coef=self.state.kl_controller.coef,
-                            seed=settings.seed,
+                            seed=self._seed,
                         )
                     with loop.phase("log"):
                         if self.rollout_log is not None:
@@ -151,7 +156,7 @@ class PPOTrainer:
                         update = steps.update(
                             batch,
                             learners,
-                            settings.trainer,
+                            trainer,
                             on_progress=loop.console.on_progress,
                             entropy=self.state.entropy_controller,
                             plane=self.plane,
@@ -171,7 +176,7 @@ class PPOTrainer:
         with self.loop.phase("sync"):
             self._sync(version)
         if self.stream is not None:
-            first = self.state.data_position * self.settings.trainer.train_batch_size
+            first = self.state.data_position * self.trainer.train_batch_size
             self.stream.learn(self.state.solve_rates)
             self.stream.begin(version=version, settled=self.state.settled or ConsumedPrompts(watermark=first))
         if self.capsules.keep:
@@ -188,11 +193,13 @@ class PPOTrainer:
         """The rollouts to train on: made now, or taken from the stream."""
         position = self.state.data_position
         if self.stream is not None:
-            return steps.take(self.stream, self.settings, position=position, hold=self.plane.hold)
+            return steps.take(self.stream, self.trainer, position=position, hold=self.plane.hold)
         return steps.generate(
             self.generator,
             self._prompts_of(step),
-            self.settings,
+            self.trainer,
+            n_samples_per_prompt=self._n_samples_per_prompt,
+            sampling=self._sampling,
             step=step,
             position=position,
             hold=self.plane.hold,
@@ -211,9 +218,9 @@ class PPOTrainer:
                 **generated.metrics,
                 **self._learn_solve_rates(step, generated.everything),
                 **(self.generator.take_metrics() if isinstance(self.generator, ReportsMetrics) else {}),
-                **self.plane.ask(batch_metrics, batch, self.settings.trainer.algorithm),
+                **self.plane.ask(batch_metrics, batch, self.trainer.algorithm),
                 **self.plane.take_metrics(),
-                **document_metrics(batch, self.settings.trainer.docs_per_step),
+                **document_metrics(batch, self.trainer.docs_per_step),
                 **to_values(update.metrics),
                 **evaluation,
                 **totals.metrics(),
@@ -257,14 +264,14 @@ class PPOTrainer:
 
     def _move_reference(self, step: int) -> None:
         """Every `ref_update_interval` steps the reference becomes the policy as it is now."""
-        if self.learners.reference is not None and is_due(step, self.settings.trainer.algorithm.ref_update_interval):
+        if self.learners.reference is not None and is_due(step, self.trainer.algorithm.ref_update_interval):
             self.learners.reference.load_weights(self.learners.policy.weights())
 
     def _control_kl(
         self, metrics: Mapping[str, float], num_trajectories: int
     ) -> tuple[dict[str, float], KLControllerState]:
         """The weight of the KL in this step's rewards, as a metric, and the weight of the next step's."""
-        algorithm, state = self.settings.trainer.algorithm, self.state.kl_controller
+        algorithm, state = self.trainer.algorithm, self.state.kl_controller
         if algorithm.kl_reward_coef <= 0 or "kl/reference" not in metrics:
             return {}, state
         mean_kl = metrics["kl/reference"]
@@ -274,8 +281,8 @@ class PPOTrainer:
     def _finish(self) -> TrainingResult:
         """What a run leaves behind at its end: the export, the curve, the table, and the mark that it is complete."""
         loop = self.loop
-        global_step = max(loop.start.global_step, loop.settings.total_steps)
-        if self.settings.trainer.export_hf:
+        global_step = max(loop.start.global_step, loop.total_steps)
+        if self.trainer.export_hf:
             with loop.console.phase("export"):
                 export_whole(self.learners.policy, loop.folder.export)
         loop.draw()

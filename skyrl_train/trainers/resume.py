@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.config import LoopConfig, TrainerConfig
 from skyrl_train.config.fields import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation, counted
 from skyrl_train.interfaces import Learner, Scorer
@@ -30,7 +31,7 @@ from skyrl_train.registry import code_digests
 from skyrl_train.system.files import read_json, shown, whole_number, write_atomically, write_json
 from skyrl_train.telemetry import RunFolder, cut_metrics_after, environment_of_run
 from skyrl_train.trainers.capsules.record import cut_capsules_after
-from skyrl_train.trainers.checkpoints.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
+from skyrl_train.trainers.checkpoints.changes import START_ANEW, Change, Flat, begin_another, changes_since, flat_config
 from skyrl_train.trainers.checkpoints.state import (
     STATE_FILE,
     DataFingerprint,
@@ -88,39 +89,49 @@ class Start:
 
 
 def find_start(
-    run: ResumeSettings, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
+    trainer: LoopConfig,
+    settings: Mapping[str, Any],
+    schema: type,
+    folder: RunFolder,
+    checkpoints: CheckpointStore,
+    *,
+    data: DataFingerprint,
+    total_steps: int,
+    reference_is_base: bool = False,
 ) -> Start:
     """Decides where the run starts. Changes nothing on disk but to bring a checkpoint there from a URL; needs no model.
+
+    Args:
+        trainer: Of the run, whose `resume_mode` and `resume_path` say where to look.
+        settings: The whole configuration as `settings_of` gives it.
+        schema: The root of the configuration: what a setting's class and default are found in.
+        reference_is_base: Whether the reference is the model under the policy's adapter.
 
     Raises:
         ConfigError: Settings changed that training depends on: all of them, with old and new values.
         CheckpointError: The stated checkpoint cannot be used, or the training prompts are not the same.
     """
-    mode = run.mode
+    mode, path, flat = trainer.resume_mode, trainer.resume_path, flat_config(settings)
     if mode == "none":
         return Start()
-    if mode != "latest" and not run.path:
-        raise ConfigError(
-            [
-                Violation(
-                    field="trainer.resume_path",
-                    rule=f"must name a checkpoint or a run's output folder where trainer.resume_mode={mode}",
-                    value="''",
-                    remedy="try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010",
-                )
-            ]
-        )
-    is_begun_fork = mode == "fork" and _is_fork_of(folder, run.path)
+    if mode != "latest" and not path:
+        rule = f"must name a checkpoint or a run's output folder where trainer.resume_mode={mode}"
+        remedy = "try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010"
+        raise ConfigError([Violation(field="trainer.resume_path", rule=rule, value="''", remedy=remedy)])
+    is_begun_fork = mode == "fork" and _is_fork_of(folder, path)
     checkpoint = checkpoints.latest() if is_begun_fork or mode == "latest" else None
     is_new_fork = mode == "fork" and checkpoint is None
     if checkpoint is None and mode != "latest":
-        checkpoint = checkpoints.find(run.path)
+        checkpoint = checkpoints.find(path)
     if checkpoint is None:
         return Start(begins_again=True)
     state = TrainerState.read(checkpoint)
-    changes = changes_since(state.config, run.settings, run.schema)
+    changes = changes_since(state.config, flat, schema)
     if is_new_fork:
-        start = _fork(checkpoint, state, run, changes, folder=folder, data=data, total_steps=total_steps)
+        fresh_models = _fresh_models(flat, checkpoint, changes, reference_is_base=reference_is_base)
+        start = _fork(
+            checkpoint, state, trainer, flat, changes, fresh_models, folder=folder, data=data, total_steps=total_steps
+        )
         return replace(start, begins_again=is_begun_fork)
     if refused := [change for change in changes if change.resume in (Resume.FORKS, Resume.FIXED)]:
         raise ConfigError([change.violation(checkpoint) for change in refused])
@@ -137,7 +148,7 @@ def find_start(
     notes = [
         f"resuming from {checkpoint}, after step {state.global_step} of {total_steps}",
         *(f"{change.line()}: the same training up to rounding" for change in layout),
-        *_version_changes(state.versions, run.settings),
+        *_version_changes(state.versions, flat),
     ]
     if complete:
         notes = [
@@ -165,18 +176,21 @@ def _is_fork_of(folder: RunFolder, resume_path: str) -> bool:
 def _fork(
     checkpoint: Path,
     state: TrainerState,
-    run: ResumeSettings,
+    trainer: LoopConfig,
+    settings: Flat,
     changes: Sequence[Change],
+    fresh_models: frozenset[str],
     *,
     folder: RunFolder,
     data: DataFingerprint,
     total_steps: int,
 ) -> Start:
-    """What a new run in `folder` takes from the checkpoint.
+    """What a new run in `folder`, of these `settings`, takes from the checkpoint, and begins without its `fresh_models`.
 
     Raises ConfigError where the folder is that of the checkpoint's own run, where settings changed that decide shapes or
     the meaning of token ids, and where no steps are left.
     """
+    algorithm = trainer.algorithm if isinstance(trainer, TrainerConfig) else None
     problems = [change.violation(checkpoint) for change in changes if change.resume is Resume.FIXED]
     place = checkpoint.resolve()
     if place.is_relative_to(folder.root.resolve()) and not place.is_relative_to(folder.origin.resolve()):
@@ -189,7 +203,7 @@ def _fork(
             )
         )
     if total_steps <= state.global_step:
-        name = "trainer.num_steps" if run.algorithm is None else "trainer.total_steps"
+        name = "trainer.num_steps" if algorithm is None else "trainer.total_steps"
         problems.append(
             Violation(
                 field=name,
@@ -202,7 +216,6 @@ def _fork(
         raise ConfigError(problems)
     changed = {change.setting: change for change in changes}
     position = _data_position(state, changed, data)
-    fresh_models = _fresh_models(run, checkpoint, changed)
     notes = [f"forking from {checkpoint}, after step {state.global_step} of {total_steps}; fork.json lists all changes"]
     notes += [change.line() for change in changes if change.resume is not Resume.FREE]
     if data != state.data:
@@ -210,10 +223,9 @@ def _fork(
     if position != state.data_position:
         notes.append(f"the data go on at position {position}, which was {state.data_position}")
     notes += [f"the {name} begins from its own path, not from the checkpoint" for name in sorted(fresh_models)]
-    notes += _version_changes(state.versions, run.settings)
-    first = LoopState.first(
-        run.algorithm
-    )  # a weight whose setting changed begins anew, even if a controller had moved it
+    notes += _version_changes(state.versions, settings)
+    # A weight whose setting changed begins anew, even if a controller had moved it.
+    first = LoopState.first(algorithm)
     return Start(
         checkpoint=checkpoint,
         state=replace(
@@ -228,7 +240,7 @@ def _fork(
         own=False,
         notes=tuple(notes),
         fork={
-            "resume_path": run.path,
+            "resume_path": trainer.resume_path,
             "checkpoint": str(checkpoint),
             "global_step": state.global_step,
             "data_position": position,
@@ -258,15 +270,15 @@ def _data_position(state: TrainerState, changed: Mapping[str, Change], data: Dat
     return epoch * (num_prompts // now) + place * was // now
 
 
-def _fresh_models(run: ResumeSettings, checkpoint: Path, changed: Mapping[str, Change]) -> frozenset[str]:
+def _fresh_models(
+    settings: Flat, checkpoint: Path, changes: Sequence[Change], *, reference_is_base: bool
+) -> frozenset[str]:
     """A model is kept where the checkpoint has it and its path is the same."""
-    fresh = set()
-    if run.settings.get("critic.model.path") and (
-        "critic.model.path" in changed or not (checkpoint / "critic").is_dir()
-    ):
+    fresh, changed = set(), {change.setting for change in changes}
+    if settings.get("critic.model.path") and ("critic.model.path" in changed or not (checkpoint / "critic").is_dir()):
         fresh.add("critic")
     is_held = (checkpoint / "reference").is_dir()
-    if is_held and ("reference.model.path" in changed or run.reference_is_base):
+    if is_held and ("reference.model.path" in changed or reference_is_base):
         fresh.add("reference")
     return frozenset(fresh)
 

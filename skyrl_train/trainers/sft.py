@@ -82,7 +82,7 @@ class SFTTrainer:
         loop, step = self.loop, self.loop.start.global_step
         with loop.running():
             self._begin()
-            while step < loop.settings.total_steps and not self._has_stalled():
+            while step < loop.total_steps and not self._has_stalled():
                 step += 1
                 with loop.phase("collate"):
                     batch = self.loader.get(step)
@@ -130,7 +130,7 @@ class SFTTrainer:
 
     def _finish(self, step: int) -> SFTResult:
         """What a run leaves behind at its end."""
-        loop, total_steps = self.loop, self.loop.settings.total_steps
+        loop, total_steps = self.loop, self.loop.total_steps
         stopped_early = step < total_steps
         if stopped_early:
             loop.console.note(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from skyrl_train.algorithms import (
     with_sample_counts,
     with_step_columns,
 )
-from skyrl_train.batch import AssemblySettings, TrainingInputBatch, assemble as assemble_rows
+from skyrl_train.batch import TrainingInputBatch, assemble as assemble_rows
 from skyrl_train.batch.plane import DataPlane, ReferencedColumns
 from skyrl_train.batch.steps import MiniBatch, check_staleness, mini_batches
 from skyrl_train.config import TrainerConfig
@@ -63,20 +63,8 @@ Progress = Callable[[int, int], None]
 """Called with the number of optimizer steps that are done, and that of all."""
 PromptBatches = Callable[[int], Sequence[Prompt]]
 """The training prompts after so many batches: a function of that position alone (`data/prompts.py: PromptSource.batch`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOSettings:
-    """What the loop and its verbs read of a configuration."""
-
-    trainer: TrainerConfig
-    assembly: AssemblySettings
-    n_samples_per_prompt: int
-    sampling: SamplingParams
-    """How training rollouts are sampled."""
-    seed: int
-    scores_entropies: bool = False
-    """Whether entropies of the trained tokens are wanted, which no loss reads."""
+Assemble = Callable[..., TrainingInputBatch]
+"""`assemble` for one run: called with rollouts, `step` and `weight_version`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +114,10 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 def generate(
     generator: Generator,
     prompts: PromptBatches,
-    settings: PPOSettings,
+    trainer: TrainerConfig,
     *,
+    n_samples_per_prompt: int,
+    sampling: SamplingParams,
     step: int,
     position: int,
     hold: Callable[[RolloutBatch], RolloutBatch] | None = None,
@@ -139,21 +129,27 @@ def generate(
     A prompt that comes again in a later batch of the same step is sampled again. Recorded rollouts are what a step was
     trained on: their rewards are shaped and their prompts chosen already.
     """
-    trainer = settings.trainer
     filters = FilterConfig() if generator.is_recorded else trainer.algorithm.filters
     state = SamplingState()
     parts: list[RolloutBatch] = []
     while True:
         part = generator.generate(
             prompts(position + len(parts)),
-            n_samples_per_prompt=settings.n_samples_per_prompt,
-            sampling=settings.sampling,
+            n_samples_per_prompt=n_samples_per_prompt,
+            sampling=sampling,
             global_step=step,
             purpose=f"train-{len(parts)}" if parts else "train",
         )
         part = part if hold is None else hold(part)
         if needs_greedy_sample(trainer.algorithm) and not generator.is_recorded:
-            part = with_greedy_rewards(part, _greedy(generator, part.prompts, settings, step=step, number=len(parts)))
+            greedy = generator.generate(
+                part.prompts,
+                n_samples_per_prompt=1,
+                sampling=replace(sampling, temperature=0.0),
+                global_step=step,
+                purpose=f"greedy-{len(parts)}",
+            )
+            part = with_greedy_rewards(part, shape_rewards(greedy, filters))
         parts.append(part)
         sampled = sample_dynamically(
             state, shape_rewards(part, filters), num_prompts=trainer.train_batch_size, config=filters
@@ -170,7 +166,7 @@ def generate(
 
 def take(
     stream: RolloutStream,
-    settings: PPOSettings,
+    trainer: TrainerConfig,
     *,
     position: int,
     hold: Callable[[RolloutBatch], RolloutBatch] | None = None,
@@ -180,32 +176,21 @@ def take(
     taken = stream.take()
     rollouts = taken.rollouts if hold is None else hold(taken.rollouts)
     return Generated(
-        rollouts=shape_rewards(rollouts, settings.trainer.algorithm.filters),
+        rollouts=shape_rewards(rollouts, trainer.algorithm.filters),
         everything=taken.everything,
-        num_prompt_batches=taken.settled.watermark // settings.trainer.train_batch_size - position,
+        num_prompt_batches=taken.settled.watermark // trainer.train_batch_size - position,
         metrics=taken.metrics,
         settled=taken.settled,
     )
 
 
-def _greedy(
-    generator: Generator, prompts: tuple[Prompt, ...], settings: PPOSettings, *, step: int, number: int
-) -> RolloutBatch:
-    """One greedy sample of each prompt of the step's generated batch `number`, rewarded as the others are."""
-    sampling = replace(settings.sampling, temperature=0.0)
-    greedy = generator.generate(
-        prompts, n_samples_per_prompt=1, sampling=sampling, global_step=step, purpose=f"greedy-{number}"
-    )
-    return shape_rewards(greedy, settings.trainer.algorithm.filters)
-
-
 def assemble(
-    rollouts: RolloutBatch, settings: AssemblySettings, *, step: int, weight_version: int
+    rollouts: RolloutBatch, *, trainer: TrainerConfig, step: int, weight_version: int, **shape: Any
 ) -> TrainingInputBatch:
     """Trajectories to training rows, with the boundaries of the mini-batches in the metadata, less the loss of those
-    that the filters leave out. Raises BatchError."""
-    batch = assemble_rows(rollouts, settings, global_step=step, weight_version=weight_version)
-    algorithm = settings.trainer.algorithm
+    that the filters leave out. `shape` is passed on (`batch/assembly.py: assemble`). Raises BatchError."""
+    batch = assemble_rows(rollouts, trainer, global_step=step, weight_version=weight_version, **shape)
+    algorithm = trainer.algorithm
     return mask_rows(with_reward_columns(batch, rollouts, algorithm), rollouts, algorithm)
 
 

@@ -97,6 +97,8 @@ class WeightSync:
         sharing: DeviceSharing,
         records: SyncRecords,
         *,
+        full_sync_every: int = 1,
+        weight_change_tolerance: float = 0.0,
         adapter_only: bool = False,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -107,12 +109,14 @@ class WeightSync:
             settings: What the transport is told of the way.
             sharing: Who has the devices when.
             records: Where syncs are verified and written down.
+            full_sync_every: Of so many syncs one sends all weights, the others what changed since.
+            weight_change_tolerance: By how much a weight may differ from what an engine has of it and not be sent.
             adapter_only: Engines get the adapter alone, which they apply beside weights of their own.
             quiet: Entered for a sync: keeps requests from engines whose weights must not change while one runs.
         """
         self._engines, self._transport, self._settings = engines, transport, settings
         self._sharing, self._records, self._adapter_only = sharing, records, adapter_only
-        self._quiet = quiet
+        self._full_sync_every, self._tolerance, self._quiet = full_sync_every, weight_change_tolerance, quiet
         self._kept: dict[str, object] = {}
         self._last: ModelWeights | None = None
         """Weights of the last sync."""
@@ -122,7 +126,7 @@ class WeightSync:
         self._met: object = None
         """Who took part in the last sync, where what changed since can be sent."""
         self._num_since_full = 0
-        if settings.full_sync_every == 1 and not adapter_only:
+        if full_sync_every == 1 and not adapter_only:
             sharing.resends(self._resend)
 
     @property
@@ -171,7 +175,7 @@ class WeightSync:
     def _next_update(self, ends: object) -> Update:
         """What to send: all to engines that were not there at the last sync, from ranks that were not, or where that one
         failed; otherwise what changed, `full_sync_every` - 1 times in a row."""
-        every = self._settings.full_sync_every
+        every = self._full_sync_every
         if every == 1:
             return ""
         is_full = self._met != ends or self._num_since_full + 1 >= every
@@ -202,8 +206,7 @@ class WeightSync:
     ) -> int:
         """Return the bytes that travelled to each engine."""
         receivers, planned = self._plan(weights, engines)
-        tolerance = self._settings.weight_change_tolerance
-        buckets = [replace(bucket, update=update, tolerance=tolerance) for bucket in planned]
+        buckets = [replace(bucket, update=update, tolerance=self._tolerance) for bucket in planned]
         route = Route(
             weights=weights,
             engines=engines,

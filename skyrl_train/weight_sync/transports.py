@@ -40,10 +40,6 @@ class RouteSettings:
     """torch device of the trainer."""
     shared_devices: bool = False
     """Whether engines share the trainer's devices."""
-    full_sync_every: int = 1
-    """`generator.full_sync_every`: of so many syncs one sends all weights, the others what changed since."""
-    weight_change_tolerance: float = 0.0
-    """`generator.weight_change_tolerance`: by how much a weight may differ from what an engine has of it and not be sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,7 @@ class Route:
     receivers: tuple[Receiver, ...]
     """All workers of these engines, equally many of each."""
     version: int
-    """Of the weights."""
+    """Of the weights that are brought, which engines serve afterwards."""
     settings: RouteSettings
     kept: dict[str, Any]
     """What a transport keeps from one sync to the next."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference.vllm import vllm_settings
+from skyrl_train.inference.vllm import vllm_arguments
 from skyrl_train.runs.cli import place
 from skyrl_train.runs.construction import engine_settings
 from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
@@ -82,7 +82,7 @@ def test_vllm_knows_every_argument_of_the_engines_that_are_chosen(
         placed = place(config, gpus(count))
     except ConfigError:
         pytest.skip("refused: tests/unit/runs/test_auto_placement.py shows that its remedies work")
-    arguments = vllm_settings(engine_settings(placed)).arguments
+    arguments = vllm_arguments(engine_settings(placed))
     assert set(arguments) <= set(inspect.signature(EngineArgs).parameters)
     engine = EngineArgs(**arguments)
     assert count % engine.tensor_parallel_size == 0

@@ -22,7 +22,7 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.stored import RayPlane, StoredArrays, put_arrays, put_durably
 from skyrl_train.config.models import PlacementConfig
 from skyrl_train.errors import ActorLostError, BatchError, SaveError
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.trainers import RolloutLog, batch_metrics, rollout_metrics, steps
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
@@ -69,7 +69,7 @@ def whole_step(
     """Rows, advantages, metrics and the log of one step."""
     config = settings(folder, len(made.prompts))
     held = plane.hold(made)
-    batch = plane.make_rows(steps.assemble, held, assembly_settings(config), step=1, weight_version=0)
+    batch = plane.make_rows(assembler(config), held, step=1, weight_version=0)
     batch = plane.add_columns(steps.estimate, batch, config.trainer.algorithm, kl_coef=0.0, seed=1)
     log = RolloutLog(folder / "rollouts", plane=plane)
     log.write(held, batch, step=1)
@@ -96,8 +96,8 @@ def test_what_a_worker_refuses_is_raised_as_in_one_process(plane: RayPlane, tmp_
     config = settings(tmp_path, prompts=2)
     held = plane.hold(rollouts())
     with pytest.raises(BatchError, match="train_batch_size=2 were expected"):
-        plane.make_rows(steps.assemble, held, assembly_settings(config), step=1, weight_version=0)
-    batch = plane.make_rows(steps.assemble, held, assembly_settings(settings(tmp_path)), step=1, weight_version=0)
+        plane.make_rows(assembler(config), held, step=1, weight_version=0)
+    batch = plane.make_rows(assembler(settings(tmp_path)), held, step=1, weight_version=0)
     (tmp_path / "file").touch()
     log = RolloutLog(tmp_path / "file" / "rollouts", plane=plane)
     log.write(held, batch, step=1)
@@ -112,7 +112,7 @@ def test_what_a_step_put_is_released_with_it(plane: RayPlane, tmp_path: Path, nu
     of_a_step = sum(len(each.turns) * 20_000 for each in rollouts().trajectories) * 20
     for step in range(num_steps):
         held = plane.hold(rollouts(step, tokens=20_000))
-        batch = plane.make_rows(steps.assemble, held, assembly_settings(config), step=step, weight_version=step)
+        batch = plane.make_rows(assembler(config), held, step=step, weight_version=step)
         batch = plane.add_columns(steps.estimate, batch, config.trainer.algorithm, kl_coef=0.0, seed=1)
         used.append(used_bytes() - before)
         del held, batch
@@ -193,10 +193,8 @@ def test_what_was_accepted_outlives_who_put_it(session: RaySession, plane: RayPl
     expected = rollouts(3, tokens=50_000)
     assert as_batch(source, facts).trajectories == expected.trajectories
     # A worker that never saw the object reads the file, too.
-    made = plane.make_rows(
-        steps.assemble, as_batch(source, facts), assembly_settings(settings(tmp_path)), step=1, weight_version=0
-    )
-    here = steps.assemble(expected, assembly_settings(settings(tmp_path)), step=1, weight_version=0)
+    made = plane.make_rows(assembler(settings(tmp_path)), as_batch(source, facts), step=1, weight_version=0)
+    here = assembler(settings(tmp_path))(expected, step=1, weight_version=0)
     assert torch.equal(made["input_ids"], here["input_ids"])
 
 
@@ -210,7 +208,7 @@ def test_without_a_file_the_loss_of_who_put_it_is_an_error_with_a_name(
     lost = as_batch(source, facts)
     assert rollout_metrics(lost)["reward/mean"] > 0, "facts are here"
     with pytest.raises(ActorLostError, match="arrays of rows are gone from the object store"):
-        plane.make_rows(steps.assemble, lost, assembly_settings(settings(tmp_path)), step=1, weight_version=0)
+        plane.make_rows(assembler(settings(tmp_path)), lost, step=1, weight_version=0)
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])
@@ -243,7 +241,7 @@ def test_a_worker_that_dies_is_named(session: RaySession, tmp_path: Path) -> Non
     assert placed(held) is not None
     os.kill(mortal.ask(os.getpid), signal.SIGKILL)
     with pytest.raises(ActorLostError, match=r"data worker rank 0 .* died in phase data"):
-        mortal.make_rows(steps.assemble, held, assembly_settings(settings(tmp_path)), step=1, weight_version=0)
+        mortal.make_rows(assembler(settings(tmp_path)), held, step=1, weight_version=0)
     mortal.close()
 
 

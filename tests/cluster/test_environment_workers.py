@@ -11,8 +11,9 @@ import ray
 
 from skyrl_train.cluster.environment_workers import RayWorkers
 from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.rollout.hosts import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts import LocalWorkers
 from tests.reliability.hostile_environments import HOSTILE
 from tests.support.command_runs import records, run_command
 from tests.support.hostile_play import Played
@@ -20,12 +21,12 @@ from tests.support.process_trees import descendants
 
 pytestmark = pytest.mark.cluster
 
-SETTINGS = WorkerSettings(specs=(HOSTILE,), registry=False, memory_gb=0.5)
+ENVIRONMENT = EnvironmentConfig(env_class=HOSTILE, worker_memory_gb=0.5)
 
 
 @pytest.fixture
 def on_ray(session: RaySession) -> Iterator[Played]:
-    played = Played(RayWorkers(SETTINGS, session, timeout_s=120))
+    played = Played(RayWorkers(ENVIRONMENT, session, timeout_s=120))
     yield played
     played.close()
 
@@ -41,7 +42,7 @@ def test_bad_environments_fail_on_ray_as_they_do_on_this_machine(on_ray: Played)
         "nothing",
     ]
     deeds += ["a segmentation fault", "the end of its supervisor", "nothing"]
-    here = Played(LocalWorkers(SETTINGS))
+    here = Played(LocalWorkers.of(ENVIRONMENT))
     try:
         assert [on_ray.play(deed) for deed in deeds] == [here.play(deed) for deed in deeds]
     finally:
@@ -56,7 +57,7 @@ def test_a_worker_on_ray_has_none_of_the_trainers_keys(on_ray: Played, monkeypat
 
 def test_workers_end_with_the_actor_that_started_them(session: RaySession) -> None:
     before = set(descendants(os.getpid()))
-    played = Played(RayWorkers(SETTINGS, session, timeout_s=120))
+    played = Played(RayWorkers(ENVIRONMENT, session, timeout_s=120))
     assert played.play("a daemon left behind") == "reward 1.0"
     played.close()
     left = [
@@ -69,7 +70,7 @@ def test_workers_end_with_the_actor_that_started_them(session: RaySession) -> No
 
 def test_an_environment_that_is_not_what_it_should_be_is_told_before_the_first_call(session: RaySession) -> None:
     host = RayWorkers(
-        WorkerSettings(specs=("tests.support.fakes:Nothing",), registry=False, memory_gb=1.0), session, timeout_s=120
+        EnvironmentConfig(env_class="tests.support.fakes:Nothing", worker_memory_gb=1.0), session, timeout_s=120
     )
     played = Played(host)
     try:
@@ -80,7 +81,7 @@ def test_an_environment_that_is_not_what_it_should_be_is_told_before_the_first_c
 
 
 def test_an_actor_that_dies_costs_what_was_running_there_alone(session: RaySession) -> None:
-    host = RayWorkers(SETTINGS, session, timeout_s=120)
+    host = RayWorkers(ENVIRONMENT, session, timeout_s=120)
     played = Played(host)
     try:
         assert played.play("nothing") == "reward 1.0"

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ActorLostError, ModelError
 from skyrl_train.model import load_tokenizer
-from skyrl_train.model.files import ScorerSettings, SequenceScorer
+from skyrl_train.model.files import SequenceScorer
 from skyrl_train.rollout.rewards import RewardModel
 from tests.support.reward_model_cases import CONVERSATIONS, save_reward_model
 
@@ -32,9 +33,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 START_TIMEOUT_S = 600.0
 
 
-def settings_of(folder: Path, **changes: Any) -> ScorerSettings:
+def loads(folder: Path, **changes: Any) -> partial[SequenceScorer]:
     given = {"revision": None, "dtype": "float32", "device": "cpu", "max_batch_tokens": 64, "label": 0, "weights": ""}
-    return ScorerSettings(path=str(folder), **{**given, **changes})
+    return partial(SequenceScorer, str(folder), **{**given, **changes})
 
 
 def kill_and_wait(actor: Any) -> None:
@@ -46,9 +47,9 @@ def kill_and_wait(actor: Any) -> None:
 
 
 def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path: Path) -> None:
-    settings = settings_of(save_reward_model(tmp_path))
-    expected = SequenceScorer(settings).score_now(CONVERSATIONS)
-    scorer = RayScorer(settings, session, timeout_s=START_TIMEOUT_S)
+    load = loads(save_reward_model(tmp_path))
+    expected = load().score_now(CONVERSATIONS)
+    scorer = RayScorer(load, session, path=str(tmp_path), device="cpu", timeout_s=START_TIMEOUT_S)
 
     async def ask(times: int = 1) -> list[Any]:
         return await asyncio.gather(*(scorer.score(CONVERSATIONS) for _ in range(times)))
@@ -62,8 +63,9 @@ def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path:
             asyncio.run(ask())
     finally:
         scorer.close()
+    load = loads(tmp_path, weights="sha256:other")
     with pytest.raises(ModelError, match="and the run has scored with sha256:other"):
-        RayScorer(settings_of(tmp_path, weights="sha256:other"), session, timeout_s=START_TIMEOUT_S)
+        RayScorer(load, session, path=str(tmp_path), device="cpu", timeout_s=START_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("pads_with_the_end", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -97,12 +99,12 @@ def test_vllm_gives_the_scores_of_this_process(tmp_path: Path, pads_with_the_end
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-    expected = SequenceScorer(settings_of(folder)).score_now(CONVERSATIONS)
+    expected = loads(folder)().score_now(CONVERSATIONS)
     if pads_with_the_end:  # vLLM scores that last token, as is done here where padding is another one
         assert all(abs(score - other) > 0.1 for score, other in zip(found, expected))
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
-        expected = SequenceScorer(settings_of(folder)).score_now(CONVERSATIONS)
+        expected = loads(folder)().score_now(CONVERSATIONS)
     assert list(found) == pytest.approx(expected, abs=1e-4)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.inference.vllm import VLLMEngine, vllm_settings
+from skyrl_train.inference.vllm import VLLMEngine, vllm_environment
 from skyrl_train.telemetry.logs import stacks
 from tests.support.vllm_apart import (
     check_death,
@@ -61,7 +61,7 @@ def test_vllm_knows_every_variable_that_an_engine_sets(device: str) -> None:
     """Of one that it does not know it says a line, and goes on with its default: cores would be forked, without the mark."""
     from vllm import envs
 
-    environment = vllm_settings(settings_apart(device)).environment
+    environment = vllm_environment(settings_apart(device))
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert {name for name in environment if name.startswith("VLLM_")} <= set(envs.environment_variables)
 

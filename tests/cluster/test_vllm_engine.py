@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyrl_train.config.models import GeneratorConfig, SamplingConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.vllm import VLLMEngine, vllm_settings
+from skyrl_train.inference.vllm import VLLMEngine, vllm_arguments
 from skyrl_train.model import load_causal_lm, quiet_transformers
 from skyrl_train.runs.construction import engine_settings
 from skyrl_train.weight_sync import Export, SentWeights, StreamEnd
@@ -144,7 +144,7 @@ def test_an_h200_batches_16384_tokens_of_1024_sequences(monkeypatch: pytest.Monk
     monkeypatch.setattr(platform, "get_device_name", classmethod(lambda *_: "NVIDIA H200"))
     monkeypatch.setattr(platform, "is_cpu", lambda _: False)
     gpu = replace(CONFIG, platform=replace(CONFIG.platform, name="gpu", device="cuda:0"))
-    arguments = vllm_settings(engine_settings(gpu)).arguments
+    arguments = vllm_arguments(engine_settings(gpu))
     sizes = {name: arguments[name] for name in ("max_num_seqs", "max_num_batched_tokens") if name in arguments}
     found = EngineArgs(model=arguments["model"], enable_chunked_prefill=True, **sizes)
     model = SimpleNamespace(max_model_len=4096, is_multimodal_model=False, is_mm_prefix_lm=False)
@@ -154,7 +154,7 @@ def test_an_h200_batches_16384_tokens_of_1024_sequences(monkeypatch: pytest.Monk
 
 
 def test_chunked_prefill_is_off_on_a_cpu_and_a_prompt_fits_one_step() -> None:
-    arguments = vllm_settings(engine_settings(CONFIG)).arguments
+    arguments = vllm_arguments(engine_settings(CONFIG))
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
     assert arguments["dtype"] == "float32"

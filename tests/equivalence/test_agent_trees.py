@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch import TrainingInputBatch, assemble
+from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.layouts import hosts_of, prefix_order
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner import PolicyLearner
 from skyrl_train.rollout import ChatTokens
 from skyrl_train.rollout.agents import Session
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.types import GenerationRequest, Outcome, Prompt, RolloutBatch, Trajectory
 from tests.support.agent_cases import asked, episode, origin, user
 from tests.support.fakes import FakeEngine, make_tokenizer
@@ -78,9 +78,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> TrainingInputBatch:
     trainer = TrainerConfig(train_batch_size=1, policy_mini_batch_size=1, critic_mini_batch_size=1)
     prompts = (Prompt(uid="p", messages=(user("1 + 2?"),)),)
     rollouts = RolloutBatch(prompts=prompts, trajectories=tuple(trajectories), n_samples_per_prompt=len(trajectories))
-    batch = assemble(
-        rollouts, assembly_settings(Config(trainer=trainer), rows="per_turn"), global_step=1, weight_version=7
-    )
+    batch = assembler(Config(trainer=trainer), rows="per_turn")(rollouts, step=1, weight_version=7)
     generator = torch.Generator().manual_seed(0)
     advantages = torch.randn(len(batch["input_ids"]), generator=generator, dtype=torch.float64)
     return batch.with_columns(advantages=advantages)

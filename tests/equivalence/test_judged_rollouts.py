@@ -18,7 +18,7 @@ from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import EngineError, SkyrlTrainError
 from skyrl_train.learner import PolicyLearner
 from skyrl_train.rollout import RolloutGenerator
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.trainers import steps
 from skyrl_train.types import FailureKind, GenerationRequest, RolloutBatch, SamplingParams
 from tests.support.fakes import FakeEngine, make_prompts, make_tiny_model, make_tokenizer
@@ -82,7 +82,7 @@ def gradient(learner: PolicyLearner, rollouts: RolloutBatch) -> Tensor:
     sizes = {"train_batch_size": NUM_PROMPTS, "policy_mini_batch_size": NUM_PROMPTS}
     trainer = TrainerConfig(**sizes, update_epochs_per_batch=2)
     config = Config(trainer=trainer, generator=GeneratorConfig(n_samples_per_prompt=NUM_SAMPLES))
-    batch = steps.assemble(rollouts, assembly_settings(config), step=1, weight_version=0)
+    batch = assembler(config)(rollouts, step=1, weight_version=0)
     batch = steps.score(batch, steps.Learners(policy=learner, reference=None, critic=None), trainer)
     batch = steps.estimate(batch, trainer.algorithm, kl_coef=0.0, seed=0)
     mini_batch = close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=None)

@@ -20,7 +20,7 @@ from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.learner import PolicyLearner
 from skyrl_train.rollout import RolloutGenerator
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler, trainer_of
 from skyrl_train.trainers import steps
 from skyrl_train.types import GenerationRequest, RolloutBatch, SamplingParams
 from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, go_on_with
@@ -101,10 +101,9 @@ def learner(tmp_path: Path) -> PolicyLearner:
 
 
 def gradient(learner: PolicyLearner, rollouts: RolloutBatch, config: Config) -> Tensor:
-    settings = assembly_settings(config)
-    batch = steps.assemble(rollouts, settings, step=1, weight_version=0)
-    batch = steps.score(batch, steps.Learners(policy=learner, reference=None, critic=None), settings.trainer)
-    batch = steps.estimate(batch, settings.trainer.algorithm, kl_coef=0.0, seed=0)
+    trainer, batch = trainer_of(config), assembler(config)(rollouts, step=1, weight_version=0)
+    batch = steps.score(batch, steps.Learners(policy=learner, reference=None, critic=None), trainer)
+    batch = steps.estimate(batch, trainer.algorithm, kl_coef=0.0, seed=0)
     mini_batch = close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=None)
     learner.engine.zero_grad()
     learner.forward_backward(mini_batch)
@@ -134,10 +133,9 @@ def test_components_give_one_gradient_in_one_row_and_in_a_row_for_each_turn(lear
 
 def test_components_of_the_list_are_normalised_apart_as_the_formula_says() -> None:
     rollouts = roll_out(*REWARDS, turns=2)
-    settings = assembly_settings(config_of(*REWARDS, estimator="gdpo"))
-    batch = estimate_advantages(
-        steps.assemble(rollouts, settings, step=1, weight_version=0), settings.trainer.algorithm
-    )
+    config = config_of(*REWARDS, estimator="gdpo")
+    batch = assembler(config)(rollouts, step=1, weight_version=0)
+    batch = estimate_advantages(batch, trainer_of(config).algorithm)
     weights = {"share_of_ones": 1.0, "short": 0.01, "many": 2.0, "plain": 0.5, "environment": 1.0}
     totals = []
     for index, trajectory in enumerate(rollouts.trajectories):

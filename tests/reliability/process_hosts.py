@@ -38,11 +38,11 @@ def attack(context: Any, code: str) -> str:
 
 def environment(code: str) -> None:
     from skyrl_train.rollout.boundary import EnvironmentFailed, EnvironmentSession
-    from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, WorkerSettings
+    from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments
 
     async def play() -> None:
         spec = f"{_THIS}:Attacking"
-        workers = LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=1.0))
+        workers = LocalWorkers((spec,), worker_memory_gb=1.0)
         among = ProcessEnvironments(workers, num_workers=1, timeout_s=DEADLINE_S)
         session = EnvironmentSession(among, spec, {"code": code}, "Attacking")
         await session.start(_MESSAGES)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl_train.rollout.hosts import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts import LocalWorkers
 from tests.reliability.hostile_environments import BAD, GOES_ON, HOSTILE
 from tests.support.hostile_play import Played
 from tests.support.process_trees import descendants
@@ -40,7 +40,7 @@ CHEAP = [
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     before = set(descendants(os.getpid()))
     log = tmp_path_factory.mktemp("hostile") / "environments.log"
-    played = Played(LocalWorkers(WorkerSettings(specs=(HOSTILE,), registry=False, memory_gb=0.5, log=log)))
+    played = Played(LocalWorkers((HOSTILE,), worker_memory_gb=0.5, log=log))
     yield played
     started = time.monotonic()
     played.close()
@@ -61,7 +61,7 @@ def test_a_bad_environment_fails_with_its_reason_and_harms_nobody_else(played: P
 
 def test_signals_that_a_shell_has_its_background_ignore_end_a_worker() -> None:
     given = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGQUIT, signal.SIGHUP)}
-    played = Played(LocalWorkers(WorkerSettings(specs=(HOSTILE,), registry=False, memory_gb=0.5)))
+    played = Played(LocalWorkers((HOSTILE,), worker_memory_gb=0.5))
     try:
         assert "was ended by SIGQUIT" in played.play("SIGQUIT to itself")
         assert "was ended by SIGHUP" in played.play("SIGHUP to itself")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.rollout.boundary import EnvironmentSession, StepResult
-from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, WorkerSettings
+from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments
 
 PYTHON = os.environ.get("SKYRL_TRAIN_ADAPTERS_PYTHON", "")
 """An interpreter that has verifiers and openenv-core."""
@@ -35,8 +35,8 @@ def played(spec: Any, rows: Sequence[dict[str, Any]], answers: Sequence[Any]) ->
         return first[-1]["content"], steps
 
     async def all_rows() -> list[tuple[str, list[StepResult]]]:
-        settings = WorkerSettings(specs=(spec,), registry=False, memory_gb=4.0, python=PYTHON)
-        among = ProcessEnvironments(LocalWorkers(settings), num_workers=None, timeout_s=60.0)
+        workers = LocalWorkers((spec,), worker_memory_gb=4.0, python=PYTHON)
+        among = ProcessEnvironments(workers, num_workers=None, timeout_s=60.0)
         try:
             return list(await asyncio.gather(*(one(among, row) for row in rows)))
         finally:

@@ -12,8 +12,7 @@ from skyrl_train.algorithms.losses import PolicyLossInputs, PolicyLossOutput, re
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import OptimizerConfig
 from skyrl_train.registry import reads
-from skyrl_train.runs import assembly_settings
-from skyrl_train.trainers import steps
+from skyrl_train.runs import assembler
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
@@ -68,5 +67,4 @@ def batch_of(folder: Path, *, step_wise: bool = False):
     )
     config = make_config(folder, train_batch_size=1, policy_mini_batch_size=1)
     generator = replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=step_wise)
-    settings = assembly_settings(replace(config, generator=generator))
-    return steps.assemble(rollouts, settings, step=1, weight_version=0)
+    return assembler(replace(config, generator=generator))(rollouts, step=1, weight_version=0)

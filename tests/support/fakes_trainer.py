@@ -27,7 +27,7 @@ from skyrl_train.data import Curriculum, PromptSource
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.plan import BatchPlan, plan_batches
-from skyrl_train.runs import Attempt, open_checkpoints, ppo_settings
+from skyrl_train.runs import Attempt, assembler, open_checkpoints, trainer_of
 from skyrl_train.system import derive_seed
 from skyrl_train.system.files import FileSums, write_hashed
 from skyrl_train.telemetry import Last, Mean, RunFolder, StepMetrics
@@ -45,7 +45,6 @@ from skyrl_train.trainers import (
 )
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
-    resume_settings,
     settings_of,
 )
 from skyrl_train.trainers.evaluation import Evaluator
@@ -350,7 +349,9 @@ class FakeRun:
     def start(self) -> Start:
         data = DataFingerprint.of(self.prompts)
         return find_start(
-            resume_settings(self.config.trainer, settings_of(self.config), type(self.config)),
+            self.config.trainer,
+            settings_of(self.config),
+            type(self.config),
             self.folder,
             self.checkpoints,
             data=data,
@@ -410,7 +411,11 @@ class FakeRun:
         )
         return PPOTrainer(
             loop=loop,
-            settings=ppo_settings(config),
+            trainer=trainer_of(config),
+            assemble=assembler(config),
+            n_samples_per_prompt=config.generator.n_samples_per_prompt,
+            sampling=sampling_params(config.generator.sampling),
+            seed=config.seed,
             prompts=source.batch,
             curriculum=curriculum if chosen.enabled else None,
             generator=self.generator,

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig
-from skyrl_train.rollout import AdmissionSettings, ConsumedPrompts, Journal, RolloutGenerator
-from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
+from skyrl_train.rollout import ConsumedPrompts, Journal, RolloutGenerator
+from skyrl_train.rollout.stream import RolloutStream, Taken
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
 from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
 from tests.support.fakes import FakeEngine, make_output, make_prompts, make_tokenizer
@@ -69,16 +70,17 @@ def run(
     engine = VersionedEngine(version)
     environments = EnvironmentConfig(env_class=environment, step_timeout_s=5.0, isolation="thread", num_workers=4)
     generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(max_turns=3), environments, 0)
-    settings = StreamSettings(
-        admission=AdmissionSettings(
-            batch_size=BATCH, max_staleness=STALENESS, stale_groups="wait", total_batches=STEPS
-        ),
+    journal = Journal(path, prompts="p", oldest_checkpoint=oldest_checkpoint)
+    stream = RolloutStream(
+        generator,
+        batch_at,
+        TrainerConfig(train_batch_size=BATCH, max_staleness=STALENESS),
+        journal,
+        total_batches=STEPS,
         n_samples_per_prompt=SAMPLES,
         sampling=SamplingParams(),
         max_failed_fraction=0.0,
     )
-    journal = Journal(path, prompts="p", oldest_checkpoint=oldest_checkpoint)
-    stream = RolloutStream(generator, batch_at, settings, journal)
     taken, contents = {}, {}
     try:
         stream.begin(version=version, settled=settled or ConsumedPrompts())

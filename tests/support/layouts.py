@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from skyrl_train.algorithms import with_step_columns
 from skyrl_train.algorithms.losses import PolicyLossInputs, ValueLossInputs, policy_loss, token_kl, value_loss
-from skyrl_train.batch import TrainingInputBatch, assemble
+from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.planner import (
     Forward,
     MemoryAwareBatchIterator,
@@ -30,7 +30,7 @@ from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.models import ModelConfig, OptimizerConfig
 from skyrl_train.learner import ModelEngine, PolicyLearner
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -191,7 +191,7 @@ def scored_batch(batch_of: RolloutBatch, *, step_wise: bool) -> TrainingInputBat
             moe_routing_replay=any(len(turn.routed_experts) for each in batch_of.trajectories for turn in each.turns),
         )
     )
-    batch = assemble(batch_of, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=1)
+    batch = assembler(config, rows=ROWS[step_wise])(batch_of, step=1, weight_version=1)
     longest = max(len(t.contexts()[-1]) for t in batch_of.trajectories)
     position = torch.cat([torch.arange(length) for length in batch.lengths.tolist()])
     trajectory = torch.repeat_interleave(batch["trajectory_index"].long(), batch.lengths)

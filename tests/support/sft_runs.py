@@ -31,7 +31,6 @@ from skyrl_train.telemetry.logs import RunConsole
 from skyrl_train.trainers import SFTResult, SFTTrainer, find_start, prepare_run_folder, sft
 from skyrl_train.trainers.checkpoints import (
     DataFingerprint,
-    resume_settings,
     settings_of,
 )
 from tests.support.fakes_trainer import quick_drawing
@@ -199,7 +198,9 @@ class FakeSFTRun:
         """None where the run in the folder is complete."""
         console = RunConsole(file=self.output)
         start = find_start(
-            resume_settings(self.config.trainer, settings_of(self.config), type(self.config)),
+            self.config.trainer,
+            settings_of(self.config),
+            type(self.config),
             self.folder,
             self.checkpoints,
             data=self.data.fingerprint,

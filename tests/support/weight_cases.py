@@ -36,9 +36,15 @@ def sync_of(
     """As of a run whose engines share no devices with the models; each sync is verified."""
     vocabulary = len(load_tokenizer(config.model))
     probe = build_probe(group.living, sharing, engine_settings(config), vocabulary=vocabulary)
-    settings = RouteSettings(
-        files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0, full_sync_every=full_sync_every
-    )
+    settings = RouteSettings(files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0)
     records = SyncRecords(file, probe if verified else None)
     transport = WEIGHT_TRANSPORTS.resolve(name)
-    return WeightSync(group.for_update, transport, settings, sharing, records, adapter_only=adapter_only)
+    return WeightSync(
+        group.for_update,
+        transport,
+        settings,
+        sharing,
+        records,
+        full_sync_every=full_sync_every,
+        adapter_only=adapter_only,
+    )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from skyrl_train.batch.steps import token_ages
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import FakeLearner, logprob_of, make_config, make_prompts, make_trajectory, make_turn
@@ -17,8 +17,7 @@ def stale_batch(config):
     prompts = make_prompts(4)
     trajectories = [make_trajectory(turn, uid=prompt.uid, sample=sample) for prompt in prompts for sample in range(2)]
     rollouts = RolloutBatch(prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=2)
-    settings = replace(assembly_settings(config), max_staleness=1)
-    return steps.assemble(rollouts, settings, step=7, weight_version=6)
+    return assembler(config)(rollouts, max_staleness=1, step=7, weight_version=6)
 
 
 def test_values_returns_and_the_proximal_policy_are_those_of_the_close(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.config import Config
 from skyrl_train.errors import ConfigError
 from skyrl_train.telemetry import read_metrics
-from skyrl_train.trainers.checkpoints.changes import resume_settings, settings_of
+from skyrl_train.trainers.checkpoints.changes import settings_of
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, TrainerState
 from skyrl_train.trainers.resume import find_start
 from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, make_prompts, send_signal_at
@@ -141,7 +141,9 @@ def test_a_weight_that_is_stated_anew_replaces_what_a_controller_had_made_of_it(
         fork = replace(fork, trainer=replace(fork.trainer, total_steps=6))
         data = DataFingerprint.of(first.prompts)
         start = find_start(
-            resume_settings(fork.trainer, settings_of(fork), type(fork)),
+            fork.trainer,
+            settings_of(fork),
+            type(fork),
             forked(tmp_path / "fork", tmp_path).folder,
             first.checkpoints,
             data=data,

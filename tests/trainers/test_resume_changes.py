@@ -20,7 +20,7 @@ from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.registry import absolute_target, code_digests
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.trainers.checkpoints import settings_of, state
-from skyrl_train.trainers.checkpoints.changes import changes_since, flat_config, resume_settings
+from skyrl_train.trainers.checkpoints.changes import changes_since, flat_config
 from skyrl_train.trainers.checkpoints.state import DataFingerprint, Totals, TrainerState, library_versions
 from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from skyrl_train.trainers.resume import Start, find_start
@@ -72,7 +72,9 @@ class Saved:
         folder = RunFolder(root or self.root)
         steps = config.trainer.total_steps if isinstance(config, Config) else config.trainer.num_steps
         return find_start(
-            resume_settings(config.trainer, settings_of(config), type(config)),
+            config.trainer,
+            settings_of(config),
+            type(config),
             folder,
             CheckpointStore(folder.checkpoints, keep=2),
             data=data,

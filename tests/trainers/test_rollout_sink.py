@@ -10,9 +10,9 @@ from pyarrow.parquet import read_table
 from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import DataError, DeadlineError, SkyrlTrainError, StopRequested
 from skyrl_train.rollout.stream import ReplayGenerator
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.telemetry.records import read_facts, read_failed_rollouts, read_rollouts
-from skyrl_train.trainers import rollout_sink, steps
+from skyrl_train.trainers import rollout_sink
 from skyrl_train.trainers.observers import StepInputs
 from skyrl_train.trainers.rollout_sink import RolloutLog, columns_by_turn, cut_rollouts_after
 from skyrl_train.types import RolloutBatch
@@ -36,7 +36,7 @@ def numbered_batch(tmp_path, *, step_wise: bool, rows="per_trajectory", rollouts
         step_wise_trajectories=step_wise,
         trajectory_rows=rows,
     )
-    batch = steps.assemble(rollouts, assembly_settings(replace(config, generator=generator)), step=1, weight_version=0)
+    batch = assembler(replace(config, generator=generator))(rollouts, step=1, weight_version=0)
     numbers = torch.cumsum(batch["loss_mask"], 0).float()
     return batch.with_columns(advantages=torch.where(batch["loss_mask"], numbers, torch.tensor(-1.0)))
 

@@ -6,8 +6,7 @@ import torch
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.doctor import engine_drift, silence_pays_text
-from skyrl_train.runs import assembly_settings
-from skyrl_train.trainers import steps
+from skyrl_train.runs import assembler
 from skyrl_train.trainers.checkpoints.state import Totals
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
@@ -32,7 +31,7 @@ def rollouts_of(*trajectories, n_samples=2) -> RolloutBatch:
 def batch_of(tmp_path, rollouts: RolloutBatch):
     count = len(rollouts.prompts)
     config = make_config(tmp_path, train_batch_size=count, policy_mini_batch_size=count)
-    return steps.assemble(rollouts, assembly_settings(config), step=1, weight_version=0)
+    return assembler(config)(rollouts, step=1, weight_version=0)
 
 
 TWO_TURNS = make_trajectory(

@@ -17,7 +17,7 @@ from skyrl_train.config.door import load_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import absolute_target, code_digests, import_attr, module_of_file, own_line
 from skyrl_train.rollout.boundary import EnvironmentFailed, describe, read_answer
-from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments, WorkerSettings
+from skyrl_train.rollout.hosts import LocalWorkers, ProcessEnvironments, ThreadEnvironments
 
 CODE = """\
 import json
@@ -206,7 +206,7 @@ def test_a_breakpoint_in_a_worker_process_says_which_setting_makes_it_work(here:
     environment = EnvironmentConfig(env_class="single_turn", reward=absolute_target("stops.py:score"))
 
     async def ask() -> object:
-        workers = LocalWorkers(WorkerSettings.of(environment))
+        workers = LocalWorkers.of(environment)
         hosts = ProcessEnvironments(workers, num_workers=1, timeout_s=60.0)
         handle = hosts.host("score")
         request = {"call": "score", "spec": environment.reward, "prompt": {"prompt": []}, "num_values": None}

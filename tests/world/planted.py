@@ -165,8 +165,8 @@ LISTED = (
         patches=(
             (
                 f"{_ADMISSION}:Admission.start",
-                "min(self.version + 1 + settings.max_staleness, settings.total_batches)",
-                "settings.total_batches",
+                "min(self.version + 1 + trainer.max_staleness, self.total_batches)",
+                "self.total_batches",
             ),
         ),
     ),
@@ -204,7 +204,7 @@ PUBLIC = (
                 "self._journal.resume(version, settled)\n"
                 "        if version and not settled.beyond:\n"
                 "            begun = max([settled.watermark, *(1 + ordinal for ordinal in self._journal.started)])\n"
-                "            self._admission._next = begun + self._settings.admission.batch_size",
+                "            self._admission._next = begun + self._trainer.train_batch_size",
             ),
         ),
     ),

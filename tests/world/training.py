@@ -26,9 +26,9 @@ from skyrl_train.data import PromptSource
 from skyrl_train.errors import EngineError, SkyrlTrainError, StopRequested
 from skyrl_train.interfaces import HeldState
 from skyrl_train.plan import plan_batches
-from skyrl_train.rollout import FILE, AdmissionSettings, Journal, RolloutGenerator
-from skyrl_train.rollout.stream import RolloutStream, StreamSettings
-from skyrl_train.runs import Attempt, open_checkpoints, ppo_settings, task
+from skyrl_train.rollout import FILE, Journal, RolloutGenerator
+from skyrl_train.rollout.stream import RolloutStream
+from skyrl_train.runs import Attempt, assembler, open_checkpoints, task, trainer_of
 from skyrl_train.runs.cli.composition import write_yaml
 from skyrl_train.runs.task import Parts
 from skyrl_train.system.files import sync_tree, write_hashed
@@ -45,7 +45,7 @@ from skyrl_train.trainers import (
     sampling_params,
     steps,
 )
-from skyrl_train.trainers.checkpoints import DataFingerprint, oldest_step, resume_settings
+from skyrl_train.trainers.checkpoints import DataFingerprint, oldest_step
 from skyrl_train.trainers.checkpoints.folder import latest_checkpoint, step_of, verify
 from skyrl_train.trainers.evaluation.evaluate import Evaluator, read_evaluations
 from skyrl_train.trainers.stop import StopFlag
@@ -561,7 +561,9 @@ class TrainingWorld(Machine):
             self.holds = True
             checkpoints.clean()
             start = find_start(
-                resume_settings(config.trainer, _few_settings(config), type(config)),
+                config.trainer,
+                _few_settings(config),
+                type(config),
                 folder,
                 checkpoints,
                 data=data,
@@ -632,26 +634,26 @@ class TrainingWorld(Machine):
             oldest_checkpoint=lambda: oldest_step(folder.checkpoints) if swarm.compacts else None,
         )
         journal.laws = laws
-        settings = StreamSettings(
-            admission=AdmissionSettings(
-                batch_size=swarm.batch,
-                max_staleness=swarm.staleness,
-                stale_groups=swarm.stale_groups,  # type: ignore[arg-type]
-                total_batches=plan.total_steps,
-                take_groups=swarm.take_groups,  # type: ignore[arg-type]
-                oversample=swarm.oversample,
-            ),
+        source = PromptSource(prompts, batch_size=swarm.batch, shuffle=True, seed=config.seed)
+        stream = WatchedStream(
+            generator,
+            source.batch,
+            config.trainer,
+            journal,
+            total_batches=plan.total_steps,
             n_samples_per_prompt=swarm.samples,
             sampling=sampling_params(config.generator.sampling),
             max_failed_fraction=1.0,
         )
-        source = PromptSource(prompts, batch_size=swarm.batch, shuffle=True, seed=config.seed)
-        stream = WatchedStream(generator, source.batch, settings, journal)
         stream.laws, stream.world_disk = laws, self.disk
         stack.callback(stream.close)
         trainer = PPOTrainer(
             loop=made,
-            settings=ppo_settings(config),
+            trainer=trainer_of(config),
+            assemble=assembler(config),
+            n_samples_per_prompt=config.generator.n_samples_per_prompt,
+            sampling=sampling_params(config.generator.sampling),
+            seed=config.seed,
             prompts=source.batch,
             generator=generator,
             learners=learners,

@@ -19,10 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.settings import EngineSettings, stop_token_ids
 from skyrl_train.inference.vllm.adapter import with_adapter
 from skyrl_train.inference.vllm.images import prompt_with_images
 from skyrl_train.inference.vllm.processes import CoreClient, EngineProcesses
-from skyrl_train.inference.vllm.settings import VLLMSettings, sampling_arguments
+from skyrl_train.inference.vllm.settings import (
+    core_environment,
+    sampling_arguments,
+    vllm_arguments,
+    vllm_environment,
+)
 from skyrl_train.rollout import Listener
 from skyrl_train.types import NO_ROUTING, GenerationOutput, GenerationRequest, StopReason, VersionRun, routing_column
 from skyrl_train.weights import Bucket, Update, in_file
@@ -47,7 +53,7 @@ class Running:
     weight_versions: list[VersionRun] = field(default_factory=list)
     """As of `GenerationOutput`; empty before the first token."""
     num_cached_tokens: int | None = None
-    """As of `GenerationOutput`."""
+    """As of `GenerationOutput`; there once the last token is."""
     routed_experts: NDArray[np.int16] = field(default_factory=lambda: NO_ROUTING)
     """As of `GenerationOutput`, of prompt (cached tokens included) and response; there once the last token is."""
 
@@ -67,9 +73,16 @@ class VLLMCore:
     """One engine. Between `begin_update` and `finish_update` nothing is computed, wherever vLLM's core runs; after an error
     in between, or once a process of vLLM is gone, it answers nothing any more."""
 
-    def __init__(self, settings: VLLMSettings, processes: EngineProcesses) -> None:
-        """Loads the model and waits for it. What vLLM starts is among `processes`. Raises EngineError with its reason."""
-        self._settings = settings
+    def __init__(self, settings: EngineSettings, processes: EngineProcesses) -> None:
+        """Loads the model and waits for it. What vLLM starts is among `processes`. Raises EngineError with its reason, and
+        ModelError as `vllm_arguments`."""
+        self._settings, arguments = settings, vllm_arguments(settings)
+        self._stop_token_ids = stop_token_ids(settings.model)
+        environment, of_core = vllm_environment(settings), core_environment(settings)
+        separate_core = environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        self._separate_workers = separate_core or arguments.get("distributed_executor_backend") == "mp"
+        """Whether vLLM computes in processes of its own, which the memory of this one does not reach."""
+        self._quantizes = bool(arguments.get("quantization"))
         self._requests: dict[str, Running] = {}
         self._held: list[Running] = []
         self._updating = False
@@ -79,9 +92,9 @@ class VLLMCore:
         self._was_paused = False
         """Whether vLLM scheduled nothing before the update either, as where it sleeps in part."""
         self.weight_version = -1
-        os.environ.update(settings.environment)
-        if not settings.separate_core:
-            os.environ.update(settings.core_environment)
+        os.environ.update(environment)
+        if not separate_core:
+            os.environ.update(of_core)
         self.processes = processes
         try:
             from vllm import EngineArgs
@@ -91,11 +104,8 @@ class VLLMCore:
 
             from skyrl_train.inference.vllm import worker as vllm_worker
 
-            arguments = {
-                **settings.arguments,
-                "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
-            }
-            with self.processes.starting(settings.core_environment if settings.separate_core else {}):
+            arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
+            with self.processes.starting(of_core if separate_core else {}):
                 # By this context vLLM chooses what sizes of its batches are not stated: those of its own class `LLM`, many
                 # times what an engine alone gets.
                 context = UsageContext.LLM_CLASS
@@ -113,10 +123,10 @@ class VLLMCore:
             self._broken = f"the engine died: {reason}"
             self._client.give_up(EngineDeadError(self._broken))
 
-        self._seeds_by_request = settings.engine.generator.seeds == "request"
+        self._seeds_by_request = settings.generator.seeds == "request"
         self._is_keyed = self._seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
-        if settings.engine.rounding != "none":
-            self._engine.collective_rpc("round_weights", kwargs={"rounding": settings.engine.rounding})
+        if settings.rounding != "none":
+            self._engine.collective_rpc("round_weights", kwargs={"rounding": settings.rounding})
         self._client = CoreClient(self._engine.engine_core)
         self.processes.watch(self._client.processes, died)
         self._collects_after = gc.get_threshold()
@@ -135,7 +145,7 @@ class VLLMCore:
         if self._broken:
             future.set_exception(EngineDeadError(self._broken))
             return
-        if self._updating or (self._settings.engine.awaits_weights and self.weight_version < 0):
+        if self._updating or (self._settings.awaits_weights and self.weight_version < 0):
             self._held.append(Running(request, future, listener))
             return
         try:
@@ -144,7 +154,7 @@ class VLLMCore:
                 self._prompt(request),
                 sampling_arguments(
                     request.sampling,
-                    self._settings.stop_token_ids,
+                    self._stop_token_ids,
                     seed=request.seed if self._seeds_by_request else None,
                     is_keyed=self._is_keyed,
                 ),
@@ -160,7 +170,7 @@ class VLLMCore:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.images:
             prompt = prompt_with_images(request)
-        if self._settings.engine.in_flight_cache == "keep":
+        if self._settings.in_flight_cache == "keep":
             # While requests keep their blocks the prefix cache cannot be reset; under another name nobody finds these.
             prompt["cache_salt"] = f"version {self.weight_version}"
         return prompt
@@ -228,7 +238,7 @@ class VLLMCore:
         """Take some of the weights."""
 
         def receive() -> None:
-            with _for_workers(bucket, separate=self._settings.separate_workers) as sent:
+            with _for_workers(bucket, separate=self._separate_workers) as sent:
                 self._engine.collective_rpc("update_weights", kwargs={"update_info": sent.fields()})
             self._num_received += len(bucket.names)
 
@@ -253,14 +263,14 @@ class VLLMCore:
             if self._num_received != num_tensors:
                 raise EngineError(f"{self._num_received} of {num_tensors} parameters arrived")
             self._engine.collective_rpc("finish_weight_update")
-            adapter = self._settings.engine.adapter
+            adapter = self._settings.adapter
             if adapter is not None:
                 how = {"rank": adapter.rank, "alpha": adapter.alpha}
                 if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
                     raise EngineError("vLLM did not take the adapter")
                 self._has_adapter = True
             # Keys and values of older weights would be found again under the same tokens, features under the same images.
-            if self._requests and self._settings.engine.in_flight_cache == "keep":
+            if self._requests and self._settings.in_flight_cache == "keep":
                 self._take_back_unanswered()
             elif not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
                 raise EngineError("vLLM did not reset its prefix cache")
@@ -291,7 +301,7 @@ class VLLMCore:
         before the next request and nothing else is made of them."""
         # Level 2 brings back buffers alone. An adapter stands beside weights that are not sent; kernels of quantized layers
         # have tensors that are neither parameters nor buffers.
-        sent_whole = self._settings.engine.adapter is None and not self._settings.arguments.get("quantization")
+        sent_whole = self._settings.adapter is None and not self._quantizes
         self._engine.sleep(level=1 if keeps_weights or not sent_whole else 2)
 
     def wake_up(self, tag: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.inference.settings import EngineSettings
-from skyrl_train.inference.vllm.settings import vllm_settings
+from skyrl_train.inference.vllm.settings import vllm_arguments, vllm_environment
 
 Ranked = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Token ids and their log-probabilities, each `[num_tokens - 1, vocabulary]`, the likeliest first."""
@@ -21,11 +21,10 @@ def prompt_distributions(settings: EngineSettings, texts: Sequence[Sequence[int]
 
     Raises ModelError where there is no such model, and whatever vLLM raises.
     """
-    chosen = vllm_settings(settings)
-    os.environ.update(chosen.environment)
+    arguments = {**vllm_arguments(settings), "max_logprobs": -1, "enable_prefix_caching": False}
+    os.environ.update(vllm_environment(settings))
     from vllm import LLM, SamplingParams as VLLMSamplingParams
 
-    arguments: dict[str, Any] = {**chosen.arguments, "max_logprobs": -1, "enable_prefix_caching": False}
     asked = VLLMSamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=-1, detokenize=False)
     prompts: Any = [{"prompt_token_ids": list(ids)} for ids in texts]
     answers = LLM(**arguments).generate(prompts, asked, use_tqdm=False)

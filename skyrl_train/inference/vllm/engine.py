@@ -18,7 +18,6 @@ from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm.core import VLLMCore
 from skyrl_train.inference.vllm.processes import EngineProcesses
-from skyrl_train.inference.vllm.settings import VLLMSettings, vllm_settings
 from skyrl_train.rollout import listener
 from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync import Receiver, UpdatableEngine
@@ -37,7 +36,7 @@ _START_TIMEOUT_S = 3600.0
 class _EngineThread:
     """The thread that owns a `VLLMCore`: it takes commands between two steps."""
 
-    def __init__(self, settings: VLLMSettings, processes: EngineProcesses) -> None:
+    def __init__(self, settings: EngineSettings, processes: EngineProcesses) -> None:
         """Load the model and wait for it. Raises EngineError with vLLM's reason."""
         self._commands: queue.SimpleQueue[Callable[[VLLMCore], None] | None] = queue.SimpleQueue()
         started: Future[VLLMCore] = Future()
@@ -75,7 +74,7 @@ class _EngineThread:
         self._commands.put(None)
         self._thread.join(timeout_s)
 
-    def _work(self, settings: VLLMSettings, processes: EngineProcesses, started: Future[VLLMCore]) -> None:
+    def _work(self, settings: EngineSettings, processes: EngineProcesses, started: Future[VLLMCore]) -> None:
         try:
             core = VLLMCore(settings, processes)
         except BaseException as error:
@@ -103,11 +102,10 @@ class VLLMEngine(UpdatableEngine):
         `tokenizer` is what every engine is given; vLLM loads its own.
         """
         del tokenizer
-        chosen = vllm_settings(settings)
         self._plan: StreamPlan | None = None
         self._processes = EngineProcesses()
         try:
-            self._thread = _EngineThread(chosen, self._processes)
+            self._thread = _EngineThread(settings, self._processes)
         except BaseException:  # Ctrl-C among them
             self._processes.close()
             raise

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.inference.settings import EngineSettings, stop_token_ids
+from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm.adapter import adapter_arguments
 from skyrl_train.inference.vllm.images import image_arguments
 from skyrl_train.inference.vllm.sampler import SEED_KEY
@@ -18,33 +17,9 @@ from skyrl_train.types import SamplingParams
 _CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class VLLMSettings:
-    """What vLLM is started with."""
-
-    arguments: dict[str, Any]
-    """Arguments of `vllm.EngineArgs`."""
-    stop_token_ids: tuple[int, ...]
-    environment: dict[str, str]
-    """Variables to be set before vLLM is imported."""
-    core_environment: dict[str, str]
-    """Environment of the core: where that is a process of its own, nothing else in this one may see it."""
-    engine: EngineSettings
-    """What every engine is given."""
-
-    @property
-    def separate_core(self) -> bool:
-        """Whether vLLM's core is a process of its own."""
-        return self.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
-
-    @property
-    def separate_workers(self) -> bool:
-        """Whether vLLM computes in processes of its own, which the caller's memory does not reach."""
-        return self.separate_core or self.arguments.get("distributed_executor_backend") == "mp"
-
-
-def vllm_settings(settings: EngineSettings) -> VLLMSettings:
-    """Return what vLLM is started with. Raises ModelError where there is no such model, or vLLM cannot read its images."""
+def vllm_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Return the arguments of `vllm.EngineArgs`. Raises ModelError where there is no such model, or vLLM cannot read its
+    images."""
     gpu, inline, model = settings.platform.name == "gpu", not settings.in_actor, settings.model
     options = settings.generator.vllm
     folder = str(resolve_model_path(model.path, model.revision))
@@ -92,7 +67,13 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
     arguments |= options.engine_args
     # Of no meaning to vLLM, but pickled to each process of its own.
     arguments["additional_config"] = {**arguments.get("additional_config", {}), "skyrl_train": Answering("vLLM")}
-    environment = {
+    return arguments
+
+
+def vllm_environment(settings: EngineSettings) -> dict[str, str]:
+    """Return the variables to be set before vLLM is imported."""
+    gpu, inline = settings.platform.name == "gpu", not settings.in_actor
+    return {
         # A core in this process starts in seconds; one in a process of its own is what vLLM is made for on a GPU. Beside a
         # trainer it has to be one: vLLM changes classes of transformers for the whole process that it computes in.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1"
@@ -105,20 +86,24 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         # Kernels whose result for a request does not depend on what else is in the batch.
         **({"VLLM_BATCH_INVARIANT": "1"} if gpu and settings.deterministic else {}),
         # Else vLLM binds each worker to the cores of a memory node of its own, and there may be but one.
-        **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if not gpu and options.devices_per_engine > 1 else {}),
+        **(
+            {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            if not gpu and settings.generator.vllm.devices_per_engine > 1
+            else {}
+        ),
         # On Ray warnings go to a log; here they would stand between the lines of the steps.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if inline else "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return VLLMSettings(
-        arguments=arguments,
-        stop_token_ids=stop_token_ids(model),
-        environment=environment,
-        # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
-        # torch's build command breaks on a path with a space. A trainer's own model may well be compiled.
-        core_environment={} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"},
-        engine=settings,
-    )
+
+
+def core_environment(settings: EngineSettings) -> dict[str, str]:
+    """Return the environment of the core: where that is a process of its own, nothing else in this one may see it."""
+    if settings.platform.name == "gpu" or settings.generator.vllm.enforce_eager is False:
+        return {}
+    # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and torch's
+    # build command breaks on a path with a space. A trainer's own model may well be compiled.
+    return {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def logprobs_mode(temperature: float) -> str:

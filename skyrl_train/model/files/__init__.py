@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     )
     from skyrl_train.model.files.image_reader import image_reader as image_reader
     from skyrl_train.model.files.reward_model import (
-        ScorerSettings as ScorerSettings,
         SequenceScorer as SequenceScorer,
         weights_identity as weights_identity,
     )

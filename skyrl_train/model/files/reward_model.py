@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,51 +25,52 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScorerSettings:
-    """The model that scores conversations, how it computes, and on which device."""
-
-    path: str
-    revision: str | None
-    dtype: str
-    device: str
-    max_batch_tokens: int
-    """Tokens, padding counted, that are computed together at most."""
-    label: int
-    """Which of the model's labels is the score."""
-    weights: str
-    """`weights_identity` of the model; empty is not checked."""
-
-
 class SequenceScorer:
     """A reward model in this process."""
 
-    def __init__(self, settings: ScorerSettings) -> None:
-        """Raises ModelError where the folder is no such model, has no chat template, or has other weights."""
-        self._settings, self._name = settings, f"the reward model {settings.path!r}"
-        found = weights_identity(settings.path, settings.revision)
-        if settings.weights and found != settings.weights:
-            raise ModelError(f"{self._name} has the weights {found}, and the run has scored with {settings.weights}")
-        source = ModelConfig(path=settings.path, revision=settings.revision)
+    def __init__(
+        self,
+        path: str,
+        *,
+        revision: str | None,
+        dtype: str,
+        device: str,
+        max_batch_tokens: int,
+        label: int,
+        weights: str,
+    ) -> None:
+        """
+        Args:
+            max_batch_tokens: Tokens, padding counted, that are computed together at most.
+            label: Which of the model's labels is the score.
+            weights: `weights_identity` of the model; empty is not checked.
+
+        Raises ModelError where the folder is no such model, has no chat template, or has other weights.
+        """
+        self._max_batch_tokens, self._label, self._name = max_batch_tokens, label, f"the reward model {path!r}"
+        found = weights_identity(path, revision)
+        if weights and found != weights:
+            raise ModelError(f"{self._name} has the weights {found}, and the run has scored with {weights}")
+        source = ModelConfig(path=path, revision=revision)
         self._tokenizer = load_tokenizer(source)
         if not self._tokenizer.chat_template:
             raise ModelError(f"{self._name} has no chat template, by which a conversation becomes tokens")
         try:
             with quiet_transformers():
                 loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                    str(resolve_model_path(settings.path, settings.revision)),
-                    dtype=getattr(torch, settings.dtype),
+                    str(resolve_model_path(path, revision)),
+                    dtype=getattr(torch, dtype),
                     use_safetensors=True,
                     local_files_only=True,
                     output_loading_info=True,
                 )
-            self._model, missing = loaded[0].to(settings.device).eval(), sorted(loaded[1]["missing_keys"])
+            self._model, missing = loaded[0].to(device).eval(), sorted(loaded[1]["missing_keys"])
         except Exception as error:
             raise ModelError(f"{self._name} cannot be loaded: {type(error).__name__}: {error}") from error
         if missing:
             raise ModelError(f"{self._name} lacks {missing[0]}, which would be random. Is it a reward model?")
-        if not 0 <= settings.label < self._model.config.num_labels:
-            raise ModelError(f"{self._name} has {self._model.config.num_labels} labels, and no number {settings.label}")
+        if not 0 <= label < self._model.config.num_labels:
+            raise ModelError(f"{self._name} has {self._model.config.num_labels} labels, and no number {label}")
         self._config = self._model.config.get_text_config()
 
         self._thread = WorkerThread("reward-model")
@@ -87,7 +87,7 @@ class SequenceScorer:
         """Return the score of each conversation. Raises ModelError where one is longer than the model takes."""
         rows = [self._tokens(conversation) for conversation in conversations]
         scores = [0.0] * len(rows)
-        for batch in batches_by_length([len(row) for row in rows], self._settings.max_batch_tokens):
+        for batch in batches_by_length([len(row) for row in rows], self._max_batch_tokens):
             for index, value in zip(batch, self._logits([rows[index] for index in batch])):
                 scores[index] = value
         return scores
@@ -120,7 +120,7 @@ class SequenceScorer:
             ).logits
         finally:
             self._config.pad_token_id = before
-        values: list[float] = logits[:, self._settings.label].double().tolist()
+        values: list[float] = logits[:, self._label].double().tolist()
         return values
 
 

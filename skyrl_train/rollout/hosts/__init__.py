@@ -7,7 +7,6 @@ if TYPE_CHECKING:
         IMPORT_DEADLINE_S as IMPORT_DEADLINE_S,
         LocalWorker as LocalWorker,
         LocalWorkers as LocalWorkers,
-        WorkerSettings as WorkerSettings,
         violations_in_process as violations_in_process,
     )
     from skyrl_train.rollout.hosts.processes import (

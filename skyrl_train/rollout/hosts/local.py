@@ -16,7 +16,6 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -154,50 +153,6 @@ runpy.run_module("skyrl_train.rollout.hosts.worker", run_name="__main__", alter_
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """What worker processes are started with, on this machine or another."""
-
-    specs: tuple[PartSpec, ...]
-    """Environments to import before the first call: the configured one, or those that rows may name."""
-    registry: bool
-    """Whether rows may name environments of skyrl-gym's registry."""
-    memory_gb: float
-    """What one worker may take beyond what it has when it starts."""
-    log: Path | None = None
-    """Where their standard output and error go; None is a temporary file."""
-    tools: tuple[PartSpec, ...] = ()
-    """Entries of `environment.tools`, imported with the environments."""
-    rewards: Mapping[str, PartSpec] = field(default_factory=dict)
-    """Reward functions that are called there, by the setting that names each."""
-    python: str = ""
-    """Interpreter that they run under, if not this one: what is installed for it is what environments import."""
-    variables: tuple[str, ...] = ()
-    """Names in `environment.variables`: what workers get of the trainer's."""
-
-    @classmethod
-    def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> WorkerSettings:
-        """Return what a configuration asks for."""
-        by_row = environment.env_class is None
-        specs: tuple[PartSpec, ...] = environment.allowed if environment.env_class is None else (environment.env_class,)
-        rewards = {entry.setting: entry.spec for entry in reward_entries(environment) if not entry.in_trainer}
-        return cls(
-            specs=specs,
-            registry=by_row,
-            memory_gb=environment.worker_memory_gb,
-            log=log,
-            tools=environment.tools,
-            rewards=rewards,
-            python=environment.python or "",
-            variables=environment.variables,
-        )
-
-    @property
-    def named(self) -> frozenset[str]:
-        """The variables that these workers get beside the listed ones: those of the setting, and what adapters need."""
-        return frozenset(self.variables).union(*(variables_of(spec) for spec in self.specs))
-
-
 def check_arguments(spec: PartSpec, setting: str = "environment.env_class") -> None:
     """Raise ConfigError for keyword arguments of an environment, or a reward, that cannot be sent to a worker process."""
     found = []
@@ -216,15 +171,41 @@ def check_arguments(spec: PartSpec, setting: str = "environment.env_class") -> N
 class LocalWorkers:
     """Implements `WorkerHost` with a supervisor process on this machine. Used from one event loop."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        """Raises ConfigError where an argument of an environment cannot be sent. Nothing is started yet."""
-        for spec in settings.specs:
+    def __init__(
+        self,
+        specs: Sequence[PartSpec],
+        *,
+        worker_memory_gb: float,
+        registry: bool = False,
+        log: Path | None = None,
+        tools: Sequence[PartSpec] = (),
+        reward_specs: Mapping[str, PartSpec] | None = None,
+        python: str | None = None,
+        variables: Sequence[str] = (),
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            specs: Environments to import before the first call: the configured one, or those that rows may name.
+            worker_memory_gb: What one worker may take beyond what it has when it starts.
+            registry: Whether rows may name environments of skyrl-gym's registry.
+            log: Where their standard output and error go; None is a temporary file.
+            tools: Entries of `environment.tools`, imported with the environments.
+            reward_specs: Reward functions that are called there, by the setting that names each.
+            python: Interpreter that they run under, if not this one: what is installed for it is what environments import.
+            variables: Names in `environment.variables`: what workers get of the trainer's.
+
+        Raises ConfigError where an argument of an environment cannot be sent.
+        """
+        self.specs, self.reward_specs = tuple(specs), reward_specs or {}
+        for spec in self.specs:
             check_arguments(spec)
-        for setting, spec in settings.rewards.items():
+        for setting, spec in self.reward_specs.items():
             check_arguments(spec, setting)
+        self._memory_gb, self._registry, self._log_path = worker_memory_gb, registry, log
+        self._tools, self._python, self._variables = tools, python, variables
         self.rewards: Mapping[str, Any] = {}
         """Of each reward function without violations, by its setting, the fields of its `RewardFacts`; known when ready."""
-        self._settings = settings
         self._host: ProcessHost | None = None
         self._loaded: asyncio.Future[Mapping[str, Any]] | None = None
         self._preload = True
@@ -233,6 +214,26 @@ class LocalWorkers:
         self._log: IO[bytes] | None = None
         self._copier: threading.Thread | None = None
         """Copies what workers print to the log, without the secrets that this process knows."""
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> LocalWorkers:
+        """Return the workers that a configuration asks for."""
+        chosen = environment.env_class
+        return cls(
+            environment.allowed if chosen is None else (chosen,),
+            worker_memory_gb=environment.worker_memory_gb,
+            registry=chosen is None,
+            log=log,
+            tools=environment.tools,
+            reward_specs={each.setting: each.spec for each in reward_entries(environment) if not each.in_trainer},
+            python=environment.python,
+            variables=environment.variables,
+        )
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The variables that these workers get beside the listed ones: those of the setting, and what adapters need."""
+        return frozenset(self._variables).union(*(variables_of(spec) for spec in self.specs))
 
     async def ready(self) -> Imported:
         if self._host is not None and self._loaded is not None and self._loaded.done():
@@ -268,23 +269,23 @@ class LocalWorkers:
 
     async def _start_supervisor(self) -> Mapping[str, Any]:
         """Return what it says of the environments that it imported."""
-        variables = given(os.environ, self._settings.named)
+        variables = given(os.environ, self.named)
         reader, writer = os.pipe()
         write = partial(_append, self._log_file())
         self._copier = threading.Thread(target=copy_redacted, args=(reader, write), daemon=True)
         self._copier.start()
         content = {
-            "sys_path": _own_path() if self._settings.python else sys.path,
-            "apart": bool(self._settings.python),
-            "memory_bytes": int(self._settings.memory_gb * 1e9),
-            "specs": [plain(spec, TARGET) for spec in self._settings.specs],
-            "tools": [plain(spec, TARGET) for spec in self._settings.tools],
-            "rewards": {setting: plain(spec, TARGET) for setting, spec in self._settings.rewards.items()},
-            "registry": self._settings.registry,
+            "sys_path": _own_path() if self._python else sys.path,
+            "apart": bool(self._python),
+            "memory_bytes": int(self._memory_gb * 1e9),
+            "specs": [plain(spec, TARGET) for spec in self.specs],
+            "tools": [plain(spec, TARGET) for spec in self._tools],
+            "rewards": {setting: plain(spec, TARGET) for setting, spec in self.reward_specs.items()},
+            "registry": self._registry,
             "preload": self._preload,
             "withheld": [name for name in os.environ if name not in variables],
         }
-        environment = _environment(variables, apart=bool(self._settings.python))
+        environment = _environment(variables, apart=bool(self._python))
         with open(writer, "wb") as output:
             self._host = ProcessHost(content, words=self._interpreter(), environment=environment, output=output)
         self._loaded = asyncio.get_running_loop().create_future()
@@ -296,7 +297,7 @@ class LocalWorkers:
             if not isinstance(error, (WorkerEnded, asyncio.TimeoutError)):
                 raise
             late = isinstance(error, asyncio.TimeoutError)
-            specs = [*self._settings.specs, *self._settings.rewards.values()]
+            specs = [*self.specs, *self.reward_specs.values()]
             names = ", ".join(str(each if isinstance(each, str) else each[TARGET]) for each in specs)
             reason = f"did not end within {_IMPORT_TIMEOUT_S:g} s" if late else f"ended its process, which {error}"
             raise SkyrlTrainError(
@@ -325,7 +326,7 @@ class LocalWorkers:
     def _interpreter(self) -> list[str]:
         """Return the command of the supervisor, but for its last argument. Under another interpreter this package alone is
         found where it is, since the folder may hold others that are not meant for it."""
-        if python := self._settings.python:
+        if python := self._python:
             found = shutil.which(os.path.expanduser(python))
             if found is None:
                 rule, remedy = "must be an interpreter that can be run", "name one as in /path/to/venv/bin/python"
@@ -335,7 +336,7 @@ class LocalWorkers:
 
     def _log_file(self) -> IO[bytes]:
         if self._log is None:
-            place = self._settings.log
+            place = self._log_path
             self._log = tempfile.TemporaryFile("a+b") if place is None else place.open("ab")  # noqa: SIM115 - until aclose
         return self._log
 
@@ -381,13 +382,12 @@ def _environment(variables: Mapping[str, str], *, apart: bool) -> dict[str, str]
 
 
 def run_in_workers(
-    settings: WorkerSettings, use: Callable[[LocalWorkers], Awaitable[T]], *, what: str, timeout_s: float
+    workers: LocalWorkers, use: Callable[[LocalWorkers], Awaitable[T]], *, what: str, timeout_s: float
 ) -> T:
     """Return what `use` makes of workers that are started for it and end with it: an import that exits, crashes or hangs
     harms nothing here. Raises ConfigError and SkyrlTrainError as `ready`."""
 
     async def run() -> T:
-        workers = LocalWorkers(settings)
         try:
             await workers.ready()
             return await use(workers)
@@ -398,7 +398,7 @@ def run_in_workers(
     return in_time(lambda: asyncio.run(run()), what=what, timeout_s=timeout_s)
 
 
-def import_in_process(settings: WorkerSettings, what: str) -> Mapping[str, Any]:
+def import_in_process(workers: LocalWorkers, what: str) -> Mapping[str, Any]:
     """Import `what`, environments or rewards, in a process of its own. Return the facts of the rewards. Raises
     ConfigError."""
 
@@ -406,12 +406,12 @@ def import_in_process(settings: WorkerSettings, what: str) -> Mapping[str, Any]:
         return workers.rewards
 
     try:
-        return run_in_workers(settings, facts, what=f"the import of {what}", timeout_s=IMPORT_DEADLINE_S)
+        return run_in_workers(workers, facts, what=f"the import of {what}", timeout_s=IMPORT_DEADLINE_S)
     except ConfigError:
         raise
     except SkyrlTrainError as error:
-        field = "environment.rewards" if settings.rewards else "environment.env_class"
-        value = ", ".join(map(str, [*settings.specs, *settings.rewards.values()]))
+        field = "environment.rewards" if workers.reward_specs else "environment.env_class"
+        value = ", ".join(map(str, [*workers.specs, *workers.reward_specs.values()]))
         violation = Violation(field=field, rule="must be importable", value=value, remedy=str(error))
         raise ConfigError([violation]) from error
 
@@ -420,9 +420,9 @@ def violations_in_process(
     specs: Sequence[PartSpec], python: str = "", variables: tuple[str, ...] = ()
 ) -> list[Violation]:
     """Return what is wrong with environments, which are imported in a process of their own."""
-    settings = WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python, variables=variables)
     try:
-        import_in_process(settings, "environments")
+        workers = LocalWorkers(specs, worker_memory_gb=1.0, python=python, variables=variables)
+        import_in_process(workers, "environments")
     except ConfigError as error:
         return list(error.violations)
     return []

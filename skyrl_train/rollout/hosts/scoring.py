@@ -32,7 +32,7 @@ from skyrl_train.rollout.boundary import (
     read_answer,
 )
 from skyrl_train.rollout.envs.environments import uses_processes
-from skyrl_train.rollout.hosts.local import WorkerSettings, check_arguments, import_in_process
+from skyrl_train.rollout.hosts.local import LocalWorkers, check_arguments, import_in_process
 from skyrl_train.rollout.rewards import HeldReward
 from skyrl_train.rollout.rewards.reward_functions import (
     SCORE,
@@ -328,9 +328,9 @@ def facts_of(environment: EnvironmentConfig) -> Mapping[str, RewardFacts]:
 def _facts_in_process(specs: str, variables: tuple[str, ...]) -> Mapping[str, RewardFacts]:
     """`specs` is JSON: settings to rewards. Raises ConfigError."""
     rewards: dict[str, PartSpec] = json.loads(specs)
-    settings = WorkerSettings(specs=(), registry=False, memory_gb=1.0, rewards=rewards, variables=variables)
+    workers = LocalWorkers((), worker_memory_gb=1.0, reward_specs=rewards, variables=variables)
     found: dict[str, RewardFacts] = {}
-    for setting, facts in import_in_process(settings, "rewards").items():
+    for setting, facts in import_in_process(workers, "rewards").items():
         fields: dict[str, Any] = {  # JSON made lists of tuples
             name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
         }

@@ -6,7 +6,6 @@ if TYPE_CHECKING:
     from skyrl_train.rollout.stream.replay import ReplayGenerator as ReplayGenerator
     from skyrl_train.rollout.stream.stream import (
         RolloutStream as RolloutStream,
-        StreamSettings as StreamSettings,
         Taken as Taken,
     )
 

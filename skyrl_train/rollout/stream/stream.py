@@ -18,10 +18,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms import differing_prompts, shape_rewards, with_greedy_rewards
-from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.data import Curriculum, SolveRates
 from skyrl_train.errors import DataError, counted
 from skyrl_train.rollout.admission import (
@@ -30,7 +31,6 @@ from skyrl_train.rollout.admission import (
     STALE,
     SURPLUS,
     Admission,
-    AdmissionSettings,
     Closed,
     ConsumedPrompts,
 )
@@ -74,22 +74,6 @@ def mean_length(groups: Sequence[Group]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamSettings:
-    """What a stream is made with."""
-
-    admission: AdmissionSettings
-    n_samples_per_prompt: int
-    sampling: SamplingParams
-    max_failed_fraction: float
-    """Most trajectories of a batch that may fail, as a fraction: `environment.max_failed_fraction`."""
-    filters: FilterConfig = field(default_factory=FilterConfig)
-    """With `dynamic_sampling=filter` a group is discarded whose samples have equal rewards; with `replace` a batch has
-    copies of others in its place, which `admission` says as well."""
-    samples_greedily: bool = False
-    """Whether each prompt is sampled once more, greedily, for a baseline."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Taken:
     """One training batch of the stream."""
 
@@ -117,17 +101,24 @@ class RolloutStream:
         self,
         generator: RolloutGenerator,
         prompts: Callable[[int], Sequence[Prompt]],
-        settings: StreamSettings,
+        trainer: TrainerConfig,
         journal: Journal,
         *,
+        total_batches: int,
+        n_samples_per_prompt: int,
+        sampling: SamplingParams,
+        max_failed_fraction: float,
         on_progress: ProgressCallback | None = None,
         curriculum: Curriculum | None = None,
     ) -> None:
         """`prompts` gives the batch at a position of the data (`PromptSource.batch`), in whose place a `curriculum` chooses
-        one. What is in the `journal` is taken from there; the stream closes it. `on_progress` is told how many groups are
-        ready while `take` waits."""
-        self._generator, self._prompts, self._settings = generator, prompts, settings
-        self._journal = journal
+        one. What is in the `journal` is taken from there; the stream closes it. `total_batches` are those of the run.
+        `on_progress` is told how many groups are ready while `take` waits."""
+        self._generator, self._prompts, self._journal = generator, prompts, journal
+        self._trainer, self._filters = trainer, trainer.algorithm.filters
+        self._total_batches, self._n_samples, self._sampling = total_batches, n_samples_per_prompt, sampling
+        self._samples_greedily = needs_greedy_sample(trainer.algorithm)
+        self._max_failed_fraction = max_failed_fraction
         self._on_progress = on_progress
         self._curriculum = curriculum
         self._rates: SolveRates = {}
@@ -174,14 +165,16 @@ class RolloutStream:
         self._journal.close()
 
     async def _begin(self, version: int, settled: ConsumedPrompts) -> None:
-        self._admission = Admission(settings=self._settings.admission, version=version, settled=settled)
+        self._admission = Admission(
+            trainer=self._trainer, total_batches=self._total_batches, version=version, settled=settled
+        )
         self._idle_since = time.monotonic()
         self._journal.resume(version, settled)
         if self._curriculum is not None:
             self._chosen = {
                 position: self._curriculum.named(uids)
                 for position, uids in self._journal.chosen.items()
-                if position >= settled.watermark // self._settings.admission.batch_size
+                if position >= settled.watermark // self._trainer.train_batch_size
             }
             self._journal.chosen.clear()
         self._go_on()
@@ -229,7 +222,7 @@ class RolloutStream:
                     "made of them. Start over with trainer.resume_mode=none"
                 )
             if self._on_progress is not None:
-                size = self._settings.admission.batch_size
+                size = self._trainer.train_batch_size
                 self._on_progress(min(self._rules.num_ready, size), size)
             self._changed.clear()
             await self._changed.wait()
@@ -261,7 +254,7 @@ class RolloutStream:
         self._tasks[ordinal] = asyncio.ensure_future(self._run(ordinal))
 
     def _prompt(self, ordinal: int) -> Prompt:
-        position, index = divmod(ordinal, self._settings.admission.batch_size)
+        position, index = divmod(ordinal, self._trainer.train_batch_size)
         return (self._prompts(position) if self._curriculum is None else self._choose(self._curriculum, position))[
             index
         ]
@@ -304,20 +297,19 @@ class RolloutStream:
 
     async def _sample(self, ordinal: int, prompt: Prompt) -> tuple[Trajectory, ...]:
         """Return the samples of a group, with the reward of the greedy one where there is one."""
-        settings = self._settings
         samples = await self._generator.run_group(
             prompt,
             ordinal=ordinal,
-            n_samples_per_prompt=settings.n_samples_per_prompt,
-            sampling=settings.sampling,
+            n_samples_per_prompt=self._n_samples,
+            sampling=self._sampling,
             journal=self._journal,
-            with_greedy=settings.samples_greedily,
+            with_greedy=self._samples_greedily,
         )
-        if not settings.samples_greedily:
+        if not self._samples_greedily:
             return samples
         *others, greedy = samples
-        baseline = shape_rewards(rollouts_of([(prompt, (greedy,))], 1), settings.filters)
-        group = rollouts_of([(prompt, tuple(others))], settings.n_samples_per_prompt)
+        baseline = shape_rewards(rollouts_of([(prompt, (greedy,))], 1), self._filters)
+        group = rollouts_of([(prompt, tuple(others))], self._n_samples)
         return with_greedy_rewards(group, baseline).trajectories
 
     def _finish(self, ordinal: int, group: Group) -> None:
@@ -326,7 +318,7 @@ class RolloutStream:
             return  # dropped, or closed: asyncio.wait_for loses a cancellation where what it waits for is done by then
         self._results[ordinal] = group
         self._clocks[ordinal].ended_s = time.monotonic()
-        mode, reason = self._settings.filters.dynamic_sampling, self._idle_reason(group)
+        mode, reason = self._filters.dynamic_sampling, self._idle_reason(group)
         if mode == "filter" and reason:
             self._rules.discard(ordinal, reason)
         else:
@@ -335,10 +327,9 @@ class RolloutStream:
 
     def _idle_reason(self, group: Group) -> str:
         """Return why dynamic sampling does not train on a group; empty where it does."""
-        settings = self._settings
-        if settings.filters.dynamic_sampling == "none":
+        if self._filters.dynamic_sampling == "none":
             return ""
-        shaped = shape_rewards(rollouts_of([group], settings.n_samples_per_prompt), settings.filters)
+        shaped = shape_rewards(rollouts_of([group], self._n_samples), self._filters)
         if differing_prompts(shaped)[0]:
             return ""
         return FAILED if all(trajectory.failed for trajectory in shaped.trajectories) else FILTERED
@@ -346,20 +337,18 @@ class RolloutStream:
     def _check_discarded(self) -> None:
         """Raise SkyrlTrainError where too much of what was discarded since the batch before has failed, DataError where so
         much was discarded that no batch can be made."""
-        settings, rules = self._settings, self._rules
+        rules = self._rules
         gone = [one for ordinal in rules.dropped for one in self._results[ordinal][1]]
-        batch_size = settings.admission.batch_size
-        check_failures(
-            gone, max(len(gone), batch_size * settings.n_samples_per_prompt), limit=settings.max_failed_fraction
-        )
+        batch_size = self._trainer.train_batch_size
+        check_failures(gone, max(len(gone), batch_size * self._n_samples), limit=self._max_failed_fraction)
         if not rules.is_exhausted:
             return
         advice = (
             "The task is too easy or too hard for the model, or generator.n_samples_per_prompt is too small; to go on "
             "without, set trainer.algorithm.filters.dynamic_sampling=none"
         )
-        if settings.filters.dynamic_sampling == "replace":
-            share = settings.filters.replace_min_share
+        if self._filters.dynamic_sampling == "replace":
+            share = self._filters.replace_min_share
             raise DataError(
                 f"dynamic sampling: {len(rules.dropped) // batch_size} times {counted(batch_size, 'prompt')} sampled for a "
                 f"batch, and each time fewer than trainer.algorithm.filters.replace_min_share={share:g} of them have "
@@ -379,8 +368,7 @@ class RolloutStream:
                 task.cancel()
         trained = {ordinal: self._results.pop(ordinal) for ordinal in closed.trained}
         gone = {ordinal: self._results.pop(ordinal) for ordinal in closed.dropped if ordinal in self._results}
-        n_samples = self._settings.n_samples_per_prompt
-        everything = rollouts_of([*trained.values(), *gone.values()], n_samples)
+        everything = rollouts_of([*trained.values(), *gone.values()], self._n_samples)
         metrics = {
             "stream/in_flight": float(self._rules.num_in_flight),
             "stream/ready": float(self._rules.num_ready),
@@ -389,15 +377,15 @@ class RolloutStream:
             **self._journal.take_counts(),
         }
         settled = self._rules.settled
-        first = settled.watermark // self._settings.admission.batch_size
+        first = settled.watermark // self._trainer.train_batch_size
         self._chosen = {position: chosen for position, chosen in self._chosen.items() if position >= first}
         if self._is_restored:
             self._start_groups()
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0
         # What was discarded counts, too: else a run could go on with filters that drop all that fails.
         trajectories = everything.trajectories
-        check_failures(trajectories, len(trajectories), limit=self._settings.max_failed_fraction)
-        rollouts = rollouts_of(distinct([trained[ordinal] for ordinal in closed.ordinals]), n_samples)
+        check_failures(trajectories, len(trajectories), limit=self._max_failed_fraction)
+        rollouts = rollouts_of(distinct([trained[ordinal] for ordinal in closed.ordinals]), self._n_samples)
         return Taken(rollouts=rollouts, everything=everything, settled=settled, metrics=metrics)
 
     def _dropped_metrics(self, closed: Closed, taken: Sequence[Group], gone: Mapping[int, Group]) -> dict[str, float]:

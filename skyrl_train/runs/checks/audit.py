@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.config import Config
+from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.door import as_now, load_root
 from skyrl_train.config.environment import has_own_reward, reward_entries
@@ -26,12 +27,12 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.rollout.hosts import row_columns, trajectory_facts
 from skyrl_train.rollout.rewards import call_reward
 from skyrl_train.runs.cli.composition import read_yaml
-from skyrl_train.runs.construction.parts import learners_here, ppo_settings
+from skyrl_train.runs.construction.parts import assembler, learners_here, trainer_of
 from skyrl_train.runs.resolving import resolve
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.reading import find_runs, first_line
 from skyrl_train.telemetry.records import read_facts, read_rollouts
-from skyrl_train.trainers import PPOSettings, RolloutLog, batch_metrics, steps
+from skyrl_train.trainers import RolloutLog, batch_metrics, steps
 from skyrl_train.trainers.checkpoints import TrainerState, checkpoint_name, verify
 from skyrl_train.types import RolloutBatch, Turn
 
@@ -46,7 +47,7 @@ class Audited:
     step: int
     what: str
     compared: int
-    """Tokens or trajectories."""
+    """How many tokens, or trajectories, were compared."""
     largest: float
     """Largest difference; NaN where the quantity cannot be computed here."""
     where: str
@@ -84,7 +85,8 @@ def audit(folder: Path, only: Sequence[int] = ()) -> Iterator[Audited]:
         )
     tables = Tables(find_runs([folder])[0])
     recorded = {(step, each.uid, each.sample): each for step in steps_there for each in tables.rollouts.of_step(step)}
-    settings, bound = ppo_settings(config), BFLOAT16_BOUND if config.model.dtype == "bfloat16" else FLOAT32_BOUND
+    trainer, assemble = trainer_of(config), assembler(config)
+    bound = BFLOAT16_BOUND if config.model.dtype == "bfloat16" else FLOAT32_BOUND
     said = {
         name: dict(zip(series.steps.tolist(), series.values.tolist()))
         for name in ("batch/trained_tokens", "kl/reference")
@@ -104,32 +106,34 @@ def audit(folder: Path, only: Sequence[int] = ()) -> Iterator[Audited]:
             of_step = {name: values[step] for name, values in said.items() if step in values}
             state, rollouts = TrainerState.read(checkpoint), read_rollouts(path)[step]
             is_whole = read_facts(path).sample_fraction == 1
-            yield from _step(settings, learners, state, rollouts, recorded, of_step, bound, is_whole=is_whole)
+            batch = assemble(rollouts, step=step, weight_version=state.weight_version)
+            yield from _step(
+                trainer, learners, state, rollouts, batch, recorded, of_step, bound, is_whole=is_whole, seed=config.seed
+            )
             yield from _rewards(config.environment, step, rollouts)
 
 
 def _step(
-    settings: PPOSettings,
+    trainer: TrainerConfig,
     learners: steps.Learners,
     state: TrainerState,
     rollouts: RolloutBatch,
+    batch: TrainingInputBatch,
     recorded: Mapping[tuple[int, str, int], Trajectory],
     said: Mapping[str, float],
     bound: float,
     *,
     is_whole: bool,
+    seed: int,
 ) -> Iterator[Audited]:
-    """Audit all of a step but its rewards. `bound`: nats that its kernels may differ by; `is_whole`: whether
-    `rollouts` are all of the step's; of a sample no advantage follows."""
+    """Audit all of a step but its rewards. `batch`: the rows of its `rollouts`; `bound`: nats that its kernels may differ
+    by; `is_whole`: whether they are all of the step's; of a sample no advantage follows."""
     step = state.global_step + 1
-    batch = steps.assemble(rollouts, settings.assembly, step=step, weight_version=state.weight_version)
-    scored = steps.score(batch, learners, settings.trainer, rollouts=rollouts)
+    scored = steps.score(batch, learners, trainer, rollouts=rollouts)
     if is_whole:
-        estimated = steps.estimate(
-            scored, settings.trainer.algorithm, kl_coef=state.kl_controller.coef, seed=settings.seed
-        )
+        estimated = steps.estimate(scored, trainer.algorithm, kl_coef=state.kl_controller.coef, seed=seed)
         advantages = RolloutLog.values_by_turn(rollouts, estimated)["advantages"]
-        measured = batch_metrics(estimated, settings.trainer.algorithm)
+        measured = batch_metrics(estimated, trainer.algorithm)
         yield _metric(step, "trained tokens", "batch/trained_tokens", measured, said, 0.0)
         yield _compared(step, "trained tokens", rollouts, advantages, recorded, "advantages", 0.5, None, np.sign)
     logprobs = learners.policy.forward(batch)
@@ -140,7 +144,7 @@ def _step(
         step, "engine's log-probabilities", rollouts, by_turn, recorded, "logprobs", bound, state.weight_version
     )
     yield _compared(step, "trainer's log-probabilities", rollouts, by_turn, recorded, "policy_logprobs", bound, None)
-    yield _ages(settings.trainer.max_staleness, step, rollouts)
+    yield _ages(trainer.max_staleness, step, rollouts)
     if is_whole:
         if "kl/reference" in measured:
             most = bound / 10 + 0.02 * abs(measured["kl/reference"])

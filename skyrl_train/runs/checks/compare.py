@@ -22,7 +22,8 @@ from skyrl_train.config import Config
 from skyrl_train.config.derived import learner_settings
 from skyrl_train.data.tasks import Split, generate_problems
 from skyrl_train.errors import DataError, EngineError
-from skyrl_train.inference import EngineSettings, HFEngine, build_hf_engine
+from skyrl_train.inference import HFEngine, build_hf_engine
+from skyrl_train.inference.vllm import Ranked, prompt_distributions
 from skyrl_train.learner import PolicyLearner, build_learner
 from skyrl_train.model import load_tokenizer
 from skyrl_train.runs.cli import checked_config
@@ -37,25 +38,15 @@ _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distributions:
-    """What an engine says may follow each token of a text but the last."""
-
-    token_ids: NDArray[np.int64]
-    """`[num_tokens - 1, k]`, the likeliest first; k is the size of the vocabulary where it says all."""
-    logprobs: Floats
-    """`[num_tokens - 1, k]`"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Compared:
     """Every position of all texts, in columns of equal length."""
 
     text: NDArray[np.int64]
-    """Which text, from 0."""
+    """Index of the text among all, from 0."""
     position: NDArray[np.int64]
     """Of the token that is predicted, from 1."""
     length: NDArray[np.int64]
-    """Tokens of the text."""
+    """Number of tokens of the text."""
     kl: Floats
     """KL(trainer || engine) in nats; where the engine does not name all tokens, those that it does not name count as one."""
     overlap: Floats
@@ -103,7 +94,7 @@ def compare(
         if engine == "hf":
             others = _by_hf(own, found)
         elif engine == "vllm":
-            others = _by_vllm(engine_settings(config), found)
+            others = prompt_distributions(engine_settings(config), found)
         else:
             others = _by_server(engine, model, found, top_k)
     finally:
@@ -177,32 +168,21 @@ def _trainers(learner: PolicyLearner, ids: Sequence[int]) -> Floats:
     return learner.forward_distributions(batch)[1:].double().numpy()
 
 
-def _by_hf(engine: HFEngine | None, texts: Sequence[Sequence[int]]) -> list[Distributions]:
+def _by_hf(engine: HFEngine | None, texts: Sequence[Sequence[int]]) -> list[Ranked]:
     if engine is None:
         raise EngineError("there is no engine")
 
-    async def score() -> list[Distributions]:
+    async def score() -> list[Ranked]:
         found = []
         for ids in texts:
             scored = await engine.score(ids, top_k=2**31 - 1)
-            found.append(
-                Distributions(
-                    token_ids=scored.top_token_ids.astype(np.int64), logprobs=scored.top_logprobs.astype(np.float64)
-                )
-            )
+            found.append((scored.top_token_ids.astype(np.int64), scored.top_logprobs.astype(np.float64)))
         return found
 
     return asyncio.run(score())
 
 
-def _by_vllm(settings: EngineSettings, texts: Sequence[Sequence[int]]) -> list[Distributions]:
-    from skyrl_train.inference.vllm import prompt_distributions
-
-    found = prompt_distributions(settings, texts)
-    return [Distributions(token_ids=ids, logprobs=logprobs) for ids, logprobs in found]
-
-
-def _by_server(url: str, model: str, texts: Sequence[Sequence[int]], top_k: int) -> list[Distributions]:
+def _by_server(url: str, model: str, texts: Sequence[Sequence[int]], top_k: int) -> list[Ranked]:
     """Ask `/v1/completions` to score each text. Raises EngineError where it gives no likeliest tokens."""
     import httpx
 
@@ -223,12 +203,8 @@ def _by_server(url: str, model: str, texts: Sequence[Sequence[int]], top_k: int)
             likeliest = reply.json()["choices"][0]["logprobs"]["top_logprobs"][1 : len(ids)]
             rows = [_ranked(each) for each in likeliest]
             least = min(map(len, rows))
-            found.append(
-                Distributions(
-                    token_ids=np.array([[token for token, _ in row[:least]] for row in rows], np.int64),
-                    logprobs=np.array([[value for _, value in row[:least]] for row in rows], np.float64),
-                )
-            )
+            token_ids = np.array([[token for token, _ in row[:least]] for row in rows], np.int64)
+            found.append((token_ids, np.array([[value for _, value in row[:least]] for row in rows], np.float64)))
         except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"--engine={url}: /v1/completions must score a prompt of token ids (echo, logprobs={top_k}, "
@@ -244,34 +220,34 @@ def _ranked(named: dict[str, float]) -> list[tuple[int, float]]:
 
 
 def compared(
-    texts: Sequence[Sequence[int]], trainer: Sequence[Floats], engine: Sequence[Distributions], top_k: int
+    texts: Sequence[Sequence[int]], trainer: Sequence[Floats], engine: Sequence[Ranked], top_k: int
 ) -> Compared:
     """Compare distributions, text by text: the trainer's `[num_tokens - 1, vocabulary]` and the engine's."""
     columns: dict[str, list[Any]] = {name: [] for name in Compared.__dataclass_fields__}
-    for index, (ids, own, other) in enumerate(zip(texts, trainer, engine)):
-        count, k = len(own), min(top_k, other.token_ids.shape[1])
-        taken = np.take_along_axis(own, other.token_ids, axis=1)
+    for index, (ids, own, (token_ids, logprobs)) in enumerate(zip(texts, trainer, engine)):
+        count, k = len(own), min(top_k, token_ids.shape[1])
+        taken = np.take_along_axis(own, token_ids, axis=1)
         # Without what adds up to 0 over all tokens, a term's rounding would be larger than the divergence of two roundings.
-        terms = np.exp(taken) * (taken - other.logprobs) - np.exp(taken) + np.exp(other.logprobs)
+        terms = np.exp(taken) * (taken - logprobs) - np.exp(taken) + np.exp(logprobs)
         kl = np.sum(terms, axis=1)
-        if other.token_ids.shape[1] < own.shape[1]:
-            rests = [np.log(np.maximum(1e-12, 1 - np.exp(each).sum(axis=1))) for each in (taken, other.logprobs)]
+        if token_ids.shape[1] < own.shape[1]:
+            rests = [np.log(np.maximum(1e-12, 1 - np.exp(each).sum(axis=1))) for each in (taken, logprobs)]
             kl += np.exp(rests[0]) * (rests[0] - rests[1]) - np.exp(rests[0]) + np.exp(rests[1])
         likeliest = np.argsort(-own, axis=1)[:, :k]
-        pairs = zip(likeliest.tolist(), other.token_ids[:, :k].tolist())
+        pairs = zip(likeliest.tolist(), token_ids[:, :k].tolist())
         columns["overlap"].append([len(set(own_k) & set(other_k)) / k for own_k, other_k in pairs])
         targets = np.array(ids[1:], np.int64)
-        there = other.token_ids == targets[:, None]
-        columns["engine"].append(np.where(there.any(axis=1), np.where(there, other.logprobs, 0.0).sum(axis=1), np.nan))
+        there = token_ids == targets[:, None]
+        columns["engine"].append(np.where(there.any(axis=1), np.where(there, logprobs, 0.0).sum(axis=1), np.nan))
         columns["trainer"].append(own[np.arange(count), targets])
-        columns["same_first"].append(likeliest[:, 0] == other.token_ids[:, 0])
+        columns["same_first"].append(likeliest[:, 0] == token_ids[:, 0])
         columns["kl"].append(kl)
         columns["token_ids"].append(targets)
         columns["text"].append(np.full(count, index))
         columns["length"].append(np.full(count, len(ids)))
         columns["position"].append(np.arange(1, count + 1))
     whole: dict[str, Any] = {name: np.concatenate(values) for name, values in columns.items() if values}
-    return Compared(**whole, vocabulary=trainer[0].shape[1], named=engine[0].token_ids.shape[1], top_k=top_k)
+    return Compared(**whole, vocabulary=trainer[0].shape[1], named=engine[0][0].shape[1], top_k=top_k)
 
 
 def table(found: Compared, tokenizer: Tokenizer, *, worst: int = 5) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ROUNDED_TOLERANCE = 0.5
 """Above what 16-bit types and fused kernels make of a log-probability (0.2 was seen), far below that of wrong weights."""
 Quiet = Callable[[], AbstractContextManager[None]]
-"""As of `WeightSync`."""
+"""Keeps requests from engines while a sync lasts, as `WeightSync` takes it."""
 LivingEngines = Callable[[], Endpoint[UpdatableEngine]]
 """Gives the engines that live."""
 
@@ -148,11 +148,11 @@ def weight_sync(
             timeout_s=placement.call_timeout_s,
             device=settings.platform.device,
             shared_devices=shares_devices(placement, generator, settings.platform),
-            full_sync_every=generator.full_sync_every,
-            weight_change_tolerance=generator.weight_change_tolerance,
         ),
         sharing,
         SyncRecords(settings.output_dir / "weight_sync.jsonl", probe, verify_each=verify_each),
+        full_sync_every=generator.full_sync_every,
+        weight_change_tolerance=generator.weight_change_tolerance,
         adapter_only=ships_adapter(generator),
         quiet=quiet,
     )

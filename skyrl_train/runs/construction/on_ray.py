@@ -33,13 +33,12 @@ from skyrl_train.inference import EngineSettings
 from skyrl_train.learner import BaseOfAdapter
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.sizes import largest_parameter, weight_bytes
-from skyrl_train.rollout.hosts import WorkerSettings
 from skyrl_train.runs.construction.engines import Engines, device_sharing, request_gate, weight_sync
 from skyrl_train.trainers import Learners
 from skyrl_train.weight_sync import DeviceSharing
 
 if TYPE_CHECKING:
-    from skyrl_train.model.files import ScorerSettings
+    from skyrl_train.model.files import SequenceScorer
 
 _SLOWEST_LOAD = 50e6
 """Bytes a second at which weights arrive at least: from a busy network file system, or from the hub."""
@@ -136,11 +135,12 @@ class Cluster:
 
     def environment_workers(self, environment: EnvironmentConfig) -> RayWorkers:
         """Return what starts worker processes of environments, on all nodes."""
-        return RayWorkers(WorkerSettings.of(environment), self.session, timeout_s=self._settings.start_timeout_s)
+        return RayWorkers(environment, self.session, timeout_s=self._settings.start_timeout_s)
 
-    def load_reward_model(self, settings: ScorerSettings) -> RayScorer:
+    def load_reward_model(self, load: Callable[[], SequenceScorer], *, path: str, device: str) -> RayScorer:
         """Return a reward model in an actor of its own, once it is loaded. Raises ModelError, ActorLostError."""
-        return RayScorer(settings, self.session, timeout_s=self._settings.start_timeout_s)
+        timeout_s = self._settings.start_timeout_s
+        return RayScorer(load, self.session, path=path, device=device, timeout_s=timeout_s)
 
     def build_learners(self, models: RunModels, *, sharing: DeviceSharing, engines: EngineGroup | None) -> Learners:
         """Start all models together, then wait for each. Where they share the engines' devices they start one after the

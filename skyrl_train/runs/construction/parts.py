@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from skyrl_train.batch import AssemblySettings
 from skyrl_train.batch.plane import DataPlane
 from skyrl_train.config import AnyConfig, Config, TrainerConfig
-from skyrl_train.config.algorithm import needs_greedy_sample
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.derived import (
     RunModels,
@@ -26,7 +24,6 @@ from skyrl_train.config.derived import (
     learner_settings,
     roles_of,
     run_models,
-    scores_entropies,
 )
 from skyrl_train.config.environment import with_reward_components
 from skyrl_train.config.models import ModelConfig
@@ -47,17 +44,17 @@ from skyrl_train.learner import (
 )
 from skyrl_train.learner.memory import size_run
 from skyrl_train.model import load_tokenizer
-from skyrl_train.model.files import ScorerSettings, SequenceScorer, image_reader, image_reading, vocabulary_size
+from skyrl_train.model.files import SequenceScorer, image_reader, image_reading, vocabulary_size
 from skyrl_train.plan import BatchPlan, plan_batches
 from skyrl_train.registry import PartSpec, split_spec
-from skyrl_train.rollout import FILE, AdmissionSettings, ChatTokens, Journal, RolloutGenerator
-from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream, StreamSettings
+from skyrl_train.rollout import FILE, ChatTokens, Journal, RolloutGenerator
+from skyrl_train.rollout.stream import ReplayGenerator, RolloutStream
 from skyrl_train.runs.construction.engines import Engines, build_engines
 from skyrl_train.runs.resolving import reward_models
 from skyrl_train.runs.task import prepare_process
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers import Learners, PPOSettings, PromptBatches, RolloutLog, sampling_params
+from skyrl_train.trainers import Learners, PromptBatches, RolloutLog, sampling_params, steps
 from skyrl_train.trainers.checkpoints import TrainerState, oldest_step
 from skyrl_train.trainers.evaluation import Evaluator
 from skyrl_train.types import Prompt, RolloutBatch, Tokenizer
@@ -141,36 +138,28 @@ def build_stream(
 
     `fingerprint` is that of all `prompts`. Raises DataError where the run's folder has a journal of others.
     """
-    trainer, filters = config.trainer, config.trainer.algorithm.filters
+    trainer = config.trainer
     if not trainer.max_staleness:
         return None
     assert isinstance(generator, RolloutGenerator), "recordings are refused before"
-    settings = StreamSettings(
-        admission=AdmissionSettings(
-            batch_size=trainer.train_batch_size,
-            max_staleness=trainer.max_staleness,
-            stale_groups=trainer.stale_groups,
-            total_batches=total_steps,
-            take_groups=trainer.take_groups,
-            oversample=trainer.oversample,
-            max_discards=None
-            if filters.dynamic_sampling == "none"
-            else filters.dynamic_sampling_max_batches * trainer.train_batch_size,
-            replace_min_share=filters.replace_min_share if filters.dynamic_sampling == "replace" else None,
-        ),
-        n_samples_per_prompt=config.generator.n_samples_per_prompt,
-        sampling=sampling_params(config.generator.sampling),
-        max_failed_fraction=config.environment.max_failed_fraction,
-        filters=filters,
-        samples_greedily=needs_greedy_sample(trainer.algorithm),
-    )
     folder = RunFolder(Path(config.output_dir))
     journal = Journal(
         folder.journal / FILE,
         prompts=fingerprint,
         oldest_checkpoint=lambda: oldest_step(folder.checkpoints) if trainer.dump_rollouts else None,
     )
-    stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress, curriculum=curriculum)
+    stream = RolloutStream(
+        generator,
+        prompts,
+        trainer,
+        journal,
+        total_batches=total_steps,
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        sampling=sampling_params(config.generator.sampling),
+        max_failed_fraction=config.environment.max_failed_fraction,
+        on_progress=on_progress,
+        curriculum=curriculum,
+    )
     stack.callback(stream.close)
     return stream
 
@@ -188,17 +177,19 @@ def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
     environments = [config.environment, *(dataset.environment for dataset in mix)]
     found = {id(reward): reward for each in environments for _, reward in reward_models(each)}
     for reward in found.values():
-        settings = ScorerSettings(
-            path=reward.path,
+        device = reward.device or config.platform.device
+        load = partial(
+            SequenceScorer,
+            reward.path,
             revision=reward.revision,
             dtype=reward.dtype,
-            device=reward.device or config.platform.device,
+            device=device,
             max_batch_tokens=reward.max_batch_tokens,
             label=reward.label,
             weights=reward.weights,
         )
         on_ray = host.cluster if reward.placement == "ray" else None
-        scorer = SequenceScorer(settings) if on_ray is None else on_ray.load_reward_model(settings)
+        scorer = load() if on_ray is None else on_ray.load_reward_model(load, path=reward.path, device=device)
         stack.callback(scorer.close)
         reward.use(scorer.score)
 
@@ -359,27 +350,17 @@ def open_rollout_log(
     return log
 
 
-def ppo_settings(config: Config) -> PPOSettings:
-    """What the loop of reinforcement learning reads of `config`."""
-    return PPOSettings(
-        trainer=_trainer(config),
-        assembly=assembly_settings(config),
-        n_samples_per_prompt=config.generator.n_samples_per_prompt,
-        sampling=sampling_params(config.generator.sampling),
-        seed=config.seed,
-        scores_entropies=scores_entropies(config),
-    )
-
-
-def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> AssemblySettings:
-    """What assembly reads of `config`; `rows` in place of `generator.trajectory_rows` where it is given."""
+def assembler(config: Config, *, rows: PartSpec | None = None) -> steps.Assemble:
+    """Return what makes training rows of the run's rollouts; by `rows` in place of `generator.trajectory_rows` where it is
+    given."""
 
     def shares(num_workers: int) -> int:
         return data_parallel_size(num_workers, config.strategy.ranks_per_share)
 
-    return AssemblySettings(
+    return partial(
+        steps.assemble,
+        trainer=trainer_of(config),
         rows=config.generator.rows if rows is None else rows,
-        trainer=_trainer(config),
         policy_shares=shares(config.placement.policy_num_workers),
         critic_shares=shares(config.placement.critic_num_workers) if config.critic.model.path else None,
         max_staleness=None if config.generator.backend == "replay" else config.trainer.max_staleness,
@@ -387,6 +368,6 @@ def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> Assemb
     )
 
 
-def _trainer(config: Config) -> TrainerConfig:
+def trainer_of(config: Config) -> TrainerConfig:
     """Return `trainer` with the rewards whose components its algorithm compares."""
     return replace(config.trainer, algorithm=with_reward_components(config.trainer.algorithm, config.environment))

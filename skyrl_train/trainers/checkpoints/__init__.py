@@ -4,10 +4,8 @@ from skyrl_train.system import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from skyrl_train.trainers.checkpoints.changes import (
-        ResumeSettings as ResumeSettings,
         changes_since as changes_since,
         flat_config as flat_config,
-        resume_settings as resume_settings,
         settings_of as settings_of,
     )
     from skyrl_train.trainers.checkpoints.folder import (

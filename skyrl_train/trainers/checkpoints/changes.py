@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from skyrl_train.config import LoopConfig, RunConfig, TrainerConfig
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config import RunConfig
 from skyrl_train.config.door import as_typed, in_parts
 from skyrl_train.config.fields import (
     ForksWhere,
@@ -43,36 +42,6 @@ ABSENT = object()
 """Stands for the value of an entry that a mapping of the user's does not have."""
 
 START_ANEW = "start over with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeSettings:
-    """What a run that begins, or goes on, says of its configuration."""
-
-    mode: Literal["latest", "none", "from_path", "fork"]
-    path: str
-    """`trainer.resume_path`; may be empty."""
-    settings: Flat
-    schema: type
-    """The root of the configuration: what a setting's class and default are found in."""
-    algorithm: AlgorithmConfig | None
-    """None in supervised training."""
-    reference_is_base: bool
-    """Whether the reference is the model under the policy's adapter."""
-
-
-def resume_settings(
-    trainer: LoopConfig, settings: Mapping[str, Any], schema: type, *, reference_is_base: bool = False
-) -> ResumeSettings:
-    """A run as resuming, and checkpoints, record and compare it: `settings` as `settings_of` gives them."""
-    return ResumeSettings(
-        mode=trainer.resume_mode,
-        path=trainer.resume_path,
-        settings=flat_config(settings),
-        schema=schema,
-        algorithm=trainer.algorithm if isinstance(trainer, TrainerConfig) else None,
-        reference_is_base=reference_is_base,
-    )
 
 
 def flat_config(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from skyrl_train.algorithms.filters import (
     shape_rewards,
     soft_overlong_penalty,
 )
-from skyrl_train.batch import TrainingInputBatch, assemble
+from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 from tests.support.fakes_trainer import make_trajectory, make_turn
 
@@ -62,9 +62,7 @@ def rollouts(*groups: list[Trajectory]) -> RolloutBatch:
 def assembled(batch: RolloutBatch, *, step_wise: bool) -> TrainingInputBatch:
     size = len(batch.prompts)
     trainer = TrainerConfig(train_batch_size=size, policy_mini_batch_size=size, critic_mini_batch_size=size)
-    return assemble(
-        batch, assembly_settings(Config(trainer=trainer), rows=ROWS[step_wise]), global_step=1, weight_version=0
-    )
+    return assembler(Config(trainer=trainer), rows=ROWS[step_wise])(batch, step=1, weight_version=0)
 
 
 def rewards(batch: RolloutBatch) -> list[list[float]]:

@@ -11,7 +11,7 @@ from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards, with
 from skyrl_train.batch import component_column
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
@@ -44,7 +44,7 @@ def test_every_trajectory_gets_the_reward_of_its_prompts_greedy_sample_through_t
     recorded = json.loads(json.dumps(encode_trajectory(found.prompts[0], found.trajectories[0])))
     assert decode_trajectory(recorded)[1].greedy_reward == 0.25
     config = make_config(tmp_path, train_batch_size=2, policy_mini_batch_size=2, algorithm=REMAX)
-    batch = steps.assemble(found, assembly_settings(config), step=1, weight_version=0)
+    batch = assembler(config)(found, step=1, weight_version=0)
     assert batch["greedy_rewards"].tolist() == [0.25, 0.25, 2.0, 0.0]
     advantages = steps.estimate(batch, config.trainer.algorithm, kl_coef=0.0, seed=config.seed)
     per_row = [row[mask].unique().tolist() for row, mask in zip(*map(advantages.padded, ("advantages", "loss_mask")))]
@@ -69,7 +69,7 @@ def test_greedy_samples_of_other_prompts_are_refused():
 def test_components_come_from_the_environments_metrics(tmp_path: Path):
     algorithm = AlgorithmConfig(advantage_estimator="gdpo", reward_components={"format": 1})
     config = make_config(tmp_path, train_batch_size=2, policy_mini_batch_size=2, algorithm=algorithm)
-    batch = steps.assemble(rollouts(), assembly_settings(config), step=1, weight_version=0)
+    batch = assembler(config)(rollouts(), step=1, weight_version=0)
     assert batch[component_column("format")].tolist() == [0.5, 1.0, 0.0, 0.0]
 
 
@@ -85,6 +85,6 @@ def test_components_come_from_the_environments_metrics(tmp_path: Path):
 )
 def test_what_a_trajectory_lacks_is_named(tmp_path: Path, algorithm: AlgorithmConfig, message: str):
     config = make_config(tmp_path, train_batch_size=2, policy_mini_batch_size=2)
-    batch = steps.assemble(rollouts(), assembly_settings(config), step=1, weight_version=0)
+    batch = assembler(config)(rollouts(), step=1, weight_version=0)
     with pytest.raises(BatchError, match=message):
         with_reward_columns(batch, rollouts(), algorithm)

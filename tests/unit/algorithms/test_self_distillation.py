@@ -14,7 +14,7 @@ from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError, DataError
 from skyrl_train.rollout import with_context
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.telemetry.records import decode_trajectory, encode_trajectory
 from skyrl_train.trainers import steps
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
@@ -41,7 +41,7 @@ def assembled(batch_of: RolloutBatch, folder: Path, *, step_wise: bool) -> Train
     size = len(batch_of.prompts)
     config = make_config(folder, train_batch_size=size, policy_mini_batch_size=size, algorithm=ALGORITHM)
     generator = replace(config.generator, step_wise_trajectories=step_wise, n_samples_per_prompt=1)
-    return steps.assemble(batch_of, assembly_settings(replace(config, generator=generator)), step=1, weight_version=0)
+    return assembler(replace(config, generator=generator))(batch_of, step=1, weight_version=0)
 
 
 def test_only_the_first_prompt_of_each_row_is_exchanged(tmp_path: Path) -> None:

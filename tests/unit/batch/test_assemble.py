@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.steps.minibatch import ages_in
 from skyrl_train.errors import BatchError
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.types import Trajectory, Turn
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
@@ -22,7 +21,7 @@ def assembled(*trajectories, step_wise=False, n_samples=1, prompts=None, **sizes
     rollouts = make_rollouts(*trajectories, n_samples=n_samples)
     prompts = prompts or len(rollouts.prompts)
     config = make_config(prompts=prompts, n_samples=n_samples, **{"mini_batch": prompts, **sizes})
-    return assemble(rollouts, assembly_settings(config, rows=ROWS[step_wise]), global_step=4, weight_version=2)
+    return assembler(config, rows=ROWS[step_wise])(rollouts, step=4, weight_version=2)
 
 
 def test_one_row_per_trajectory_holds_all_its_turns():
@@ -52,10 +51,9 @@ def test_returns_of_turns_with_nothing_between_them_need_rows_of_their_own():
     def rows(step_rewards, *, step_wise):
         algorithm = replace(config.trainer.algorithm, step_rewards=step_rewards)
         changed = replace(config, trainer=replace(config.trainer, algorithm=algorithm))
-        return assemble(
+        return assembler(changed, rows=ROWS[step_wise])(
             rollouts,
-            assembly_settings(changed, rows=ROWS[step_wise]),
-            global_step=1,
+            step=1,
             weight_version=0,
         ).num_rows
 
@@ -200,10 +198,9 @@ def test_trajectories_out_of_order_are_refused():
     rollouts = make_rollouts(*trajectories, n_samples=1)
     swapped = type(rollouts)(prompts=rollouts.prompts[::-1], trajectories=rollouts.trajectories, n_samples_per_prompt=1)
     with pytest.raises(BatchError, match=r"trajectory 0 belongs to 'a', but 'b' was expected"):
-        assemble(
+        assembler(make_config(prompts=2, mini_batch=1), rows="per_trajectory")(
             swapped,
-            assembly_settings(make_config(prompts=2, mini_batch=1), rows="per_trajectory"),
-            global_step=0,
+            step=0,
             weight_version=0,
         )
 
@@ -226,7 +223,7 @@ def test_custom_rows_hold_turns_in_order():
     rollouts = make_rollouts(make_trajectory("a", 0, *three), n_samples=1)
     config = make_config(prompts=1, mini_batch=1)
     rows = {"_target_": "test_assemble:in_pairs", "size": 2}
-    batch = assemble(rollouts, assembly_settings(config, rows=rows), global_step=0, weight_version=0)
+    batch = assembler(config, rows=rows)(rollouts, step=0, weight_version=0)
     assert batch.lengths.tolist() == [6, 8]
     assert batch["input_ids"].tolist() == [1, 2, 3, 4, 9, 5, 1, 2, 3, 4, 9, 5, 8, 7]
     assert batch["loss_mask"].int().tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1]
@@ -240,4 +237,4 @@ def test_custom_rows_that_lose_a_turn_are_refused():
     with pytest.raises(
         BatchError, match=r"trajectory a/0: test_assemble:last_turn must put each of its 2 turns into one"
     ):
-        assemble(rollouts, assembly_settings(config, rows="test_assemble:last_turn"), global_step=0, weight_version=0)
+        assembler(config, rows="test_assemble:last_turn")(rollouts, step=0, weight_version=0)

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.algorithms import mask_rows
-from skyrl_train.batch.assembly import assemble
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
 from skyrl_train.config.door import load_config
 from skyrl_train.config.rules import validate_config
 from skyrl_train.data import PromptSource
 from skyrl_train.errors import BatchError, DataError, Violation
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, Trajectory
 from tests.support.batch_builders import make_turn
 
@@ -59,7 +58,7 @@ def test_a_custom_filter_takes_trajectories_out_of_the_loss() -> None:
     rollouts = RolloutBatch(prompts=(Prompt(uid="a", messages=()),), trajectories=trajectories, n_samples_per_prompt=2)
     trainer = TrainerConfig(train_batch_size=1, policy_mini_batch_size=1)
     config = Config(trainer=trainer)
-    batch = assemble(rollouts, assembly_settings(config, rows="per_trajectory"), global_step=0, weight_version=0)
+    batch = assembler(config, rows="per_trajectory")(rollouts, step=0, weight_version=0)
 
     def kept(spec: Any) -> list[bool]:
         algorithm = AlgorithmConfig(filters=FilterConfig(keep=(spec,)))

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.planner.documents import document_steps, reduction_schedule
 from skyrl_train.batch.planner.forwards import training_limit
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 
@@ -141,7 +140,7 @@ def assembled(*, docs_per_step, exact=False, trainer=None):
         ),
     )
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    return assemble(rollouts, assembly_settings(config, rows="per_turn"), global_step=0, weight_version=0)
+    return assembler(config, rows="per_turn")(rollouts, step=0, weight_version=0)
 
 
 def test_a_batch_is_assembled_with_the_steps_that_documents_close():

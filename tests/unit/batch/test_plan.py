@@ -6,11 +6,10 @@ import sys
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from skyrl_train.batch.assembly import assemble
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.plan import plan_batches
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.trainers import document_metrics
 from tests.support.batch_builders import make_config, make_rollouts, make_trajectory, make_turn
 
@@ -136,7 +135,7 @@ def test_what_a_batch_does_lies_within_what_was_announced(turns, target, micro, 
         make_trajectory(f"p{index // 2}", index % 2, *conversation(count)) for index, count in enumerate(turns)
     ]
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    batch = assemble(rollouts, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=0)
+    batch = assembler(config, rows=ROWS[step_wise])(rollouts, step=1, weight_version=0)
     plan = plan_batches(config, num_train_prompts=6)
     boundaries = batch.metadata.policy_mini_batch_boundaries
     counts = [len(set(batch["trajectory_index"][start:stop].tolist())) for start, stop in boundaries]
@@ -173,7 +172,7 @@ def test_step_wise_batches_take_the_steps_that_the_plan_announced(turns):
         for index, count in enumerate(turns)
     ]
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    batch = assemble(rollouts, assembly_settings(config, rows="per_turn"), global_step=1, weight_version=0)
+    batch = assembler(config, rows="per_turn")(rollouts, step=1, weight_version=0)
     assert batch.num_rows == sum(turns)
     announced = plan_batches(config, num_train_prompts=4).optimizer_steps_per_batch
     assert len(batch.metadata.policy_mini_batch_boundaries) == announced == 2

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.layouts.layout import make_layout
 from skyrl_train.batch.planner.forwards import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
 from skyrl_train.batch.planner.rows import Forward, RowFacts
@@ -20,7 +19,7 @@ from skyrl_train.config.fields import LayoutChoice, LayoutName
 from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import reads
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from tests.support.batch_builders import make_batch, make_config, make_rollouts, make_trajectory, make_turn
 
 LAYOUTS: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
@@ -127,10 +126,9 @@ def turns_batch(turns: list[int], *, branches: list[bool]) -> TrainingInputBatch
             context = [*context, *response, 50 + turn]
         trajectories.append(make_trajectory(f"p{index // 2}", index % 2, *made))
     config = make_config(prompts=2, mini_batch=2, n_samples=2, step_wise=True)
-    return assemble(
+    return assembler(config, rows="per_turn")(
         make_rollouts(*trajectories, n_samples=2),
-        assembly_settings(config, rows="per_turn"),
-        global_step=0,
+        step=0,
         weight_version=0,
     )
 

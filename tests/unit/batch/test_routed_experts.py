@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.batch.assembly import assemble
 from skyrl_train.batch.plane import Layer, Piece, by_reference
 from skyrl_train.batch.references import ArraysHere
 from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
 from skyrl_train.cluster import SentImages, pack, unpack
 from skyrl_train.errors import BatchError
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.types import Trajectory
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 from tests.support.fakes_trainer import linked
@@ -43,7 +42,7 @@ def assembled(*trajectories: Trajectory, step_wise: bool = False, replays: bool 
     rollouts = make_rollouts(*trajectories, n_samples=1)
     config = make_config(prompts=len(trajectories), n_samples=1, mini_batch=len(trajectories))
     config = replace(config, trainer=replace(config.trainer, moe_routing_replay=replays))
-    return assemble(rollouts, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=0)
+    return assembler(config, rows=ROWS[step_wise])(rollouts, step=1, weight_version=0)
 
 
 def test_each_token_has_the_experts_that_its_turn_recorded_but_for_the_last() -> None:

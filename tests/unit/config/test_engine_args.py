@@ -16,7 +16,7 @@ from skyrl_train.config.rules.validate_batch import validate_config
 from skyrl_train.config.rules.validate_engines import SET_BY_TRAINER, engine_args_fields
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
-from skyrl_train.inference.vllm import vllm_settings
+from skyrl_train.inference.vllm import vllm_arguments, vllm_environment
 from skyrl_train.runs.construction import engine_settings
 
 needs_vllm = pytest.mark.skipif(not engine_args_fields(), reason="vllm is not installed")
@@ -38,8 +38,8 @@ def violations(config: Config) -> list[Violation]:
 def test_what_vllm_takes_is_passed_and_a_name_that_it_does_not_know_is_refused_before_vllm_is_imported() -> None:
     arguments = {"quantization": "fp8", "max_num_batched_tokens": 4096, "speculative_config": {"method": "ngram"}}
     assert violations(with_arguments(arguments)) == []
-    settings = vllm_settings(engine_settings(with_arguments(arguments)))
-    assert {name: settings.arguments[name] for name in arguments} == arguments
+    found = vllm_arguments(engine_settings(with_arguments(arguments)))
+    assert {name: found[name] for name in arguments} == arguments
     started = time.monotonic()
     (found,) = violations(with_arguments({"quantisation": "fp8"}))
     assert time.monotonic() - started < 3.0
@@ -77,8 +77,8 @@ def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut
         generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(lora_sync="adapter", kv_cache_gib=1.0)),
     )
     set_here = {
-        *vllm_settings(engine_settings(gpu)).arguments,
-        *vllm_settings(engine_settings(with_arguments({}))).arguments,
+        *vllm_arguments(engine_settings(gpu)),
+        *vllm_arguments(engine_settings(with_arguments({}))),
         "weight_transfer_config",
     }
     left = {"additional_config", "enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}
@@ -88,24 +88,20 @@ def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut
 
 
 def test_what_is_pickled_to_vllms_processes_joins_what_a_user_adds_for_vllm() -> None:
-    arguments = vllm_settings(engine_settings(with_arguments({"additional_config": {"mine": 1}}))).arguments
+    arguments = vllm_arguments(engine_settings(with_arguments({"additional_config": {"mine": 1}})))
     assert arguments["additional_config"]["mine"] == 1
     assert set(arguments["additional_config"]) == {"mine", "skyrl_train"}
 
 
 def test_a_gpu_has_the_engines_own_defaults_and_a_cpu_does_not_compile() -> None:
-    gpu = vllm_settings(
-        engine_settings(
-            replace(with_arguments({}), platform=PlatformConfig(name="gpu", device="cuda:0"), deterministic=True)
-        )
-    )
-    cpu = vllm_settings(engine_settings(replace(with_arguments({}), deterministic=True)))
-    assert "enforce_eager" not in gpu.arguments
-    assert "enable_chunked_prefill" not in gpu.arguments
-    assert gpu.arguments["enable_prefix_caching"] is True
-    assert gpu.environment["VLLM_BATCH_INVARIANT"] == "1"
-    assert cpu.arguments["enforce_eager"] is True
-    assert "VLLM_BATCH_INVARIANT" not in cpu.environment
+    on_gpu = replace(with_arguments({}), platform=PlatformConfig(name="gpu", device="cuda:0"), deterministic=True)
+    gpu, cpu = engine_settings(on_gpu), engine_settings(replace(with_arguments({}), deterministic=True))
+    assert "enforce_eager" not in vllm_arguments(gpu)
+    assert "enable_chunked_prefill" not in vllm_arguments(gpu)
+    assert vllm_arguments(gpu)["enable_prefix_caching"] is True
+    assert vllm_environment(gpu)["VLLM_BATCH_INVARIANT"] == "1"
+    assert vllm_arguments(cpu)["enforce_eager"] is True
+    assert "VLLM_BATCH_INVARIANT" not in vllm_environment(cpu)
 
 
 def test_pipelines_count_as_devices_and_need_devices_of_their_own() -> None:
@@ -139,4 +135,4 @@ def test_an_engine_of_two_gpus_in_one_bundle_starts_its_own_workers(size: int, e
         platform=PlatformConfig(name="gpu", device="cuda:0"),
         generator=replace(config.generator, vllm=options),
     )
-    assert vllm_settings(engine_settings(config)).arguments.get("distributed_executor_backend") == executor
+    assert vllm_arguments(engine_settings(config)).get("distributed_executor_backend") == executor

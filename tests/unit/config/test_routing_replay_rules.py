@@ -11,7 +11,7 @@ from skyrl_train.config.models.placement import PlatformConfig
 from skyrl_train.config.rules.validate import run_rules
 from skyrl_train.config.rules.validate_models import MODEL_RULES
 from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.inference.vllm import vllm_settings
+from skyrl_train.inference.vllm import vllm_arguments
 from skyrl_train.runs.construction import engine_settings
 
 ON = TrainerConfig(moe_routing_replay=True)
@@ -50,5 +50,5 @@ def test_the_policy_replays_what_the_engine_records_and_other_models_choose() ->
     assert not learner_settings(config, "critic").replays_routing
     assert not learner_settings(Config(), "policy").replays_routing
     assert engine_settings(config).records_routing
-    assert vllm_settings(engine_settings(config)).arguments["enable_return_routed_experts"]
-    assert "enable_return_routed_experts" not in vllm_settings(engine_settings(Config())).arguments
+    assert vllm_arguments(engine_settings(config))["enable_return_routed_experts"]
+    assert "enable_return_routed_experts" not in vllm_arguments(engine_settings(Config()))

@@ -150,12 +150,11 @@ class Parts:
         self,
         way: str = "auto",
         verify: Callable[[int], Probed | None] = lambda version: None,
-        full_sync_every: int = 1,
         **changes: Any,
     ) -> WeightSync:
         records = SyncRecords(self.folder / "weight_sync.jsonl", lambda _, version: verify(version), verify_each=False)
         files = self.folder / "weights"
-        settings = RouteSettings(files=files, node_folder=self.folder, timeout_s=5.0, full_sync_every=full_sync_every)
+        settings = RouteSettings(files=files, node_folder=self.folder, timeout_s=5.0)
         transport = WEIGHT_TRANSPORTS.resolve(way)
         return WeightSync(lambda: self.watched, transport, settings, self.sharing, records, **changes)
 

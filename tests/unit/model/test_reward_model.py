@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from transformers import AutoModelForSequenceClassification
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.model.files.reward_model import ScorerSettings, SequenceScorer, batches_by_length, weights_identity
+from skyrl_train.model.files.reward_model import SequenceScorer, batches_by_length, weights_identity
 from skyrl_train.rollout.rewards import RewardModel
 from tests.support.fakes import make_tiny_model, make_tokenizer
 from tests.support.reward_model_cases import CONVERSATIONS, save_reward_model
 
 
-def settings_of(folder: Path, **changes: Any) -> ScorerSettings:
+def loads(folder: Path, **changes: Any) -> partial[SequenceScorer]:
     given = {"revision": None, "dtype": "float32", "device": "cpu", "max_batch_tokens": 64, "label": 0, "weights": ""}
-    return ScorerSettings(path=str(folder), **{**given, **changes})
+    return partial(SequenceScorer, str(folder), **{**given, **changes})
 
 
 def scored_by_transformers(folder: Path, label: int = 0) -> list[float]:
@@ -40,7 +41,7 @@ def test_each_conversation_is_scored_as_by_itself(
     tmp_path: Path, pad_token_id: int | None, max_batch_tokens: int
 ) -> None:
     folder = save_reward_model(tmp_path, pad_token_id=pad_token_id)
-    scorer = SequenceScorer(settings_of(folder, max_batch_tokens=max_batch_tokens))
+    scorer = loads(folder, max_batch_tokens=max_batch_tokens)()
     found = asyncio.run(scorer.score(CONVERSATIONS))
     scorer.close()
     assert found == pytest.approx(scored_by_transformers(folder), abs=1e-5)
@@ -50,10 +51,10 @@ def test_each_conversation_is_scored_as_by_itself(
 
 def test_one_label_of_several_is_the_score(tmp_path: Path) -> None:
     folder = save_reward_model(tmp_path, num_labels=3)
-    found = SequenceScorer(settings_of(folder, label=2)).score_now(CONVERSATIONS)
+    found = loads(folder, label=2)().score_now(CONVERSATIONS)
     assert found == pytest.approx(scored_by_transformers(folder, label=2), abs=1e-5)
     with pytest.raises(ModelError, match="has 3 labels, and no number 3"):
-        SequenceScorer(settings_of(folder, label=3))
+        loads(folder, label=3)()
 
 
 def test_rows_of_like_length_are_computed_together_within_the_budget() -> None:
@@ -69,12 +70,12 @@ def test_what_is_no_reward_model_is_refused_by_name(tmp_path: Path) -> None:
     save_reward_model(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "causal")
     with pytest.raises(ModelError, match=r"lacks score.weight, which would be random. Is it a reward model"):
-        SequenceScorer(settings_of(tmp_path / "causal"))
+        loads(tmp_path / "causal")()
     with pytest.raises(ModelError, match="has no chat template"):
-        SequenceScorer(settings_of(tmp_path / "plain"))
+        loads(tmp_path / "plain")()
     with pytest.raises(ModelError, match="no such folder"):
-        SequenceScorer(settings_of(tmp_path / "nothing"))
-    scorer = SequenceScorer(settings_of(tmp_path / "other"))
+        loads(tmp_path / "nothing")()
+    scorer = loads(tmp_path / "other")()
     with pytest.raises(ModelError, match="takes 256 tokens; a conversation has"):
         scorer.score_now([[{"role": "user", "content": "1" * 300}]])
 
@@ -84,9 +85,9 @@ def test_another_training_of_the_same_model_has_another_identity(tmp_path: Path)
     identity = weights_identity(str(folder), None)
     assert identity == weights_identity(str(save_reward_model(tmp_path / "again")), None)
     assert identity != weights_identity(str(other), None)
-    SequenceScorer(settings_of(folder, weights=identity))
+    loads(folder, weights=identity)()
     with pytest.raises(ModelError, match=f"and the run has scored with {identity}"):
-        SequenceScorer(settings_of(other, weights=identity))
+        loads(other, weights=identity)()
     (other / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lacks model.safetensors"):
         weights_identity(str(other), None)

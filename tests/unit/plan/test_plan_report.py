@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.batch import SCHEMA, assemble
+from skyrl_train.batch import SCHEMA
 from skyrl_train.batch.layouts import LAYOUTS, shared_layout
 from skyrl_train.batch.planner import make_micro_batch_strategy
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -28,7 +28,7 @@ from skyrl_train.plan.memory.device import DeviceMemory, PassMemory
 from skyrl_train.plan.notes import environment_notes, percent, plan_notes
 from skyrl_train.plan.report import TOKEN_BYTES
 from skyrl_train.rollout.envs import parse_answer
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 ROWS = ("per_trajectory", "per_turn")
@@ -316,7 +316,7 @@ def test_recorded_rollouts_are_planned_as_they_will_be_computed(micro_batching, 
     lengths = recorded_lengths([rollouts], step_wise=step_wise, source="x")
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=1), lengths)
 
-    batch = assemble(rollouts, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=0)
+    batch = assembler(config, rows=ROWS[step_wise])(rollouts, step=1, weight_version=0)
     strategy = make_micro_batch_strategy(config.trainer, merge_turns=True)
     parts = strategy.forwards(batch, training=True)
     name = parts[0].layout

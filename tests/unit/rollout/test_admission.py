@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pytest
 
-from skyrl_train.rollout.admission import Admission, AdmissionSettings, Closed, ConsumedPrompts
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
+from skyrl_train.rollout.admission import Admission, Closed, ConsumedPrompts
 
 STRAGGLER_STEPS = 50.0
 """Steps of the learner that a straggler takes."""
@@ -25,13 +27,17 @@ def make(
     settled: ConsumedPrompts | None = None,
     **changes: Any,
 ) -> Admission:
-    settings: dict[str, Any] = {"stale_groups": "wait", **changes}
+    """`changes` are those of `trainer`, and of its dynamic sampling."""
+    names = [name for name in changes if name in {each.name for each in fields(FilterConfig)}]
+    filters = FilterConfig(**{name: changes.pop(name) for name in names})
+    trainer = TrainerConfig(
+        train_batch_size=batch_size,
+        max_staleness=max_staleness,
+        algorithm=AlgorithmConfig(filters=filters),
+        **changes,
+    )
     return Admission(
-        settings=AdmissionSettings(
-            batch_size=batch_size, max_staleness=max_staleness, total_batches=total_batches, **settings
-        ),
-        version=version,
-        settled=settled or ConsumedPrompts(),
+        trainer=trainer, total_batches=total_batches, version=version, settled=settled or ConsumedPrompts()
     )
 
 
@@ -178,20 +184,22 @@ def test_what_was_discarded_between_two_batches_is_told_with_the_second() -> Non
 
 
 def test_no_group_begins_where_too_many_were_discarded_for_one_batch() -> None:
-    admission = make(batch_size=2, max_staleness=1, max_discards=5)
+    admission = make(batch_size=2, max_staleness=1, dynamic_sampling="filter", dynamic_sampling_max_batches=3)
     start_all(admission)
     for ordinal in range(4):
         admission.discard(ordinal, "filtered")
     assert start_all(admission) == [4, 5, 6, 7]
     assert not admission.is_exhausted
     admission.discard(4, "filtered")
+    assert not admission.is_exhausted
+    admission.discard(5, "filtered")
     assert admission.is_exhausted
     assert start_all(admission) == []
-    for ordinal in (5, 6):
+    for ordinal in (6, 7):
         admission.finish(ordinal)
     assert admission.close() is not None
     admission.publish(1)
-    assert start_all(admission) == [8, 9, 10]
+    assert start_all(admission) == [8, 9, 10, 11]
 
 
 def finish_all(admission: Admission, idle: dict[int, str]) -> None:
@@ -200,7 +208,7 @@ def finish_all(admission: Admission, idle: dict[int, str]) -> None:
 
 
 def test_copies_of_groups_that_teach_stand_in_turn_in_the_places_of_those_that_do_not() -> None:
-    admission = make(batch_size=5, max_staleness=1, replace_min_share=0.4)
+    admission = make(batch_size=5, max_staleness=1, dynamic_sampling="replace", replace_min_share=0.4)
     finish_all(admission, {0: "filtered", 2: "failed", 4: "filtered"})
     closed = admission.close()
     assert closed == Closed(ordinals=(1, 1, 3, 3, 1), dropped={0: "filtered", 2: "failed", 4: "filtered"})
@@ -211,7 +219,7 @@ def test_copies_of_groups_that_teach_stand_in_turn_in_the_places_of_those_that_d
 
 
 def test_a_batch_of_which_too_few_teach_is_discarded_and_others_make_it() -> None:
-    admission = make(batch_size=4, max_staleness=1, replace_min_share=0.5)
+    admission = make(batch_size=4, max_staleness=1, dynamic_sampling="replace", replace_min_share=0.5)
     finish_all(admission, {0: "filtered", 1: "filtered", 2: "filtered", 5: "failed"})
     rejected = {0: "filtered", 1: "filtered", 2: "filtered", 3: "rejected"}
     assert admission.close() == Closed(ordinals=(4, 4, 6, 7), dropped={**rejected, 5: "failed"})
@@ -220,7 +228,7 @@ def test_a_batch_of_which_too_few_teach_is_discarded_and_others_make_it() -> Non
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
 def test_one_group_at_least_must_teach_however_small_the_share(share: float) -> None:
-    admission = make(batch_size=4, max_staleness=1, replace_min_share=share)
+    admission = make(batch_size=4, max_staleness=1, dynamic_sampling="replace", replace_min_share=share)
     finish_all(admission, dict.fromkeys((0, 1, 2, 3, 4, 5, 6), "filtered"))
     closed = admission.close()
     assert closed is not None
@@ -228,7 +236,9 @@ def test_one_group_at_least_must_teach_however_small_the_share(share: float) -> 
 
 
 def test_no_batch_is_made_where_too_many_were_rejected() -> None:
-    admission = make(batch_size=2, max_staleness=3, replace_min_share=0.5, max_discards=4)
+    admission = make(
+        batch_size=2, max_staleness=3, dynamic_sampling="replace", replace_min_share=0.5, dynamic_sampling_max_batches=2
+    )
     finish_all(admission, dict.fromkeys(range(4), "filtered"))
     assert admission.close() is None
     assert admission.is_exhausted
@@ -239,7 +249,7 @@ def test_no_batch_is_made_where_too_many_were_rejected() -> None:
 def test_what_a_run_before_had_rejected_is_surplus_where_it_is_of_use_now() -> None:
     """Groups 0 and 2 were rejected, so that 4 and 5 began; then the run was killed. Now 0 and 1 make the batch, and three of
     the four that are left are due in the next one, which has room for two."""
-    admission = make(batch_size=2, max_staleness=1, replace_min_share=1.0, max_discards=60)
+    admission = make(batch_size=2, max_staleness=1, dynamic_sampling="replace", replace_min_share=1.0)
     for ordinal in range(6):
         admission.restore(ordinal, 0)
     idle = {2: "filtered"}
@@ -345,7 +355,10 @@ class Simulation:
                 {"take_groups": "in_order", "oversample": draw.choice([1.25, 2.0, 3.0])},
             ]
         )
-        self.copies = {"replace_min_share": draw.choice([0.1, 0.5])} if draw.random() < 0.3 else {}
+        self.copies: dict[str, Any] = {}
+        if draw.random() < 0.3:
+            self.copies = {"dynamic_sampling": "replace", "dynamic_sampling_max_batches": 10**6}
+            self.copies["replace_min_share"] = draw.choice([0.1, 0.5])
         """With them what is filtered makes batches, too."""
         self.window = round((1 + self.max_staleness) * self.batch_size * self.rules.get("oversample", 1.0))
         """Most groups that may be pending."""

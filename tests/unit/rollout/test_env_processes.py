@@ -24,7 +24,7 @@ from skyrl_train.rollout.boundary import EnvironmentFailed, EnvironmentSession
 from skyrl_train.rollout.envs.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.hosts import local as env_local
-from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
+from skyrl_train.rollout.hosts.local import LocalWorkers, violations_in_process
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.hosts.worker import _load
@@ -44,7 +44,7 @@ MESSAGES = [{"role": "user", "content": "2+2?"}]
 
 
 def environments(num_workers: int = 1, *, timeout_s: float = 10.0, spec: Any = COUNTING) -> ProcessEnvironments:
-    host = LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=1.0))
+    host = LocalWorkers((spec,), worker_memory_gb=1.0)
     return ProcessEnvironments(host, num_workers=num_workers, timeout_s=timeout_s)
 
 
@@ -93,7 +93,7 @@ def test_a_step_that_hangs_says_where() -> None:
 def test_what_a_state_says_of_its_process_does_not_keep_an_environment_from_being_made_again(tmp_path: Path) -> None:
     async def two() -> list[str]:
         place = "tests.support.fakes_resumable:WithPlace"
-        host = LocalWorkers(WorkerSettings(specs=(COUNTING, place), registry=False, memory_gb=1.0))
+        host = LocalWorkers((COUNTING, place), worker_memory_gb=1.0)
         among, journal = ProcessEnvironments(host, num_workers=1, timeout_s=10.0), Journal(tmp_path / "j", prompts="p")
         fatal = await started(among, fatal="b")
         steady = EnvironmentSession(
@@ -161,7 +161,7 @@ def test_a_hanging_or_broken_step_costs_an_asynchronous_environments_neighbours_
 @pytest.mark.parametrize(("spec", "most"), [(COUNTING, 6), (ASYNCHRONOUS, os.cpu_count() or 1)])
 def test_there_are_as_many_workers_as_environments_that_block_and_of_others_as_cores(spec: str, most: int) -> None:
     async def play() -> int:
-        host = LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=1.0))
+        host = LocalWorkers((spec,), worker_memory_gb=1.0)
         among = ProcessEnvironments(host, num_workers=None, timeout_s=10.0)
         sessions = [EnvironmentSession(among, spec, {}, "Environment") for _ in range(6)]
         before = descendants(os.getpid())
@@ -186,10 +186,8 @@ def test_workers_import_what_they_need_under_another_interpreter(tmp_path: Path)
     )
 
     async def play() -> dict[str, float]:
-        settings = WorkerSettings(
-            specs=("only_there:There",), registry=False, memory_gb=1.0, python=str(other / "bin/python")
-        )
-        among = ProcessEnvironments(LocalWorkers(settings), num_workers=1, timeout_s=10.0)
+        workers = LocalWorkers(("only_there:There",), worker_memory_gb=1.0, python=str(other / "bin/python"))
+        among = ProcessEnvironments(workers, num_workers=1, timeout_s=10.0)
         session = EnvironmentSession(among, "only_there:There", {}, "There")
         await session.start(MESSAGES)
         await session.step("x")
@@ -435,8 +433,8 @@ def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monke
     monkeypatch.setattr(env_local, "_MAX_LOG_BYTES", 300)
 
     async def play() -> None:
-        settings = WorkerSettings(specs=("printing:Printing",), registry=False, memory_gb=1.0, log=log)
-        among = ProcessEnvironments(LocalWorkers(settings), num_workers=1, timeout_s=10.0)
+        workers = LocalWorkers(("printing:Printing",), worker_memory_gb=1.0, log=log)
+        among = ProcessEnvironments(workers, num_workers=1, timeout_s=10.0)
         session = EnvironmentSession(among, "printing:Printing", {}, "Printing")
         await session.start(MESSAGES)
         with pytest.raises(EnvironmentFailed):
@@ -450,7 +448,7 @@ def test_what_environments_print_is_logged_without_secrets(tmp_path: Path, monke
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_waits_for_environments_are_counted_answered_or_not(isolation: str) -> None:
     async def play(activity: Activity) -> ProcessEnvironments | ThreadEnvironments:
-        host = LocalWorkers(WorkerSettings(specs=(COUNTING,), registry=False, memory_gb=1.0))
+        host = LocalWorkers((COUNTING,), worker_memory_gb=1.0)
         among: ProcessEnvironments | ThreadEnvironments
         if isolation == "thread":
             among = ThreadEnvironments(num_workers=1, timeout_s=0.6, around=activity.environment)

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.rollout.boundary import EnvironmentFailed, EnvironmentSession
 from skyrl_train.rollout.envs.environments import variables_of
-from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings, violations_in_process
+from skyrl_train.rollout.hosts.local import LocalWorkers, violations_in_process
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.tools.variables import given
 from tests.support.environment_cases import COUNTING
@@ -43,8 +43,8 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(action: str, *named: str) -> str:
     async def one() -> str:
-        settings = WorkerSettings(specs=("asking:Asking",), registry=False, memory_gb=1.0, variables=named)
-        among = ProcessEnvironments(LocalWorkers(settings), num_workers=1, timeout_s=10.0)
+        workers = LocalWorkers(("asking:Asking",), worker_memory_gb=1.0, variables=named)
+        among = ProcessEnvironments(workers, num_workers=1, timeout_s=10.0)
         session = EnvironmentSession(among, "asking:Asking", {}, "Asking")
         try:
             await session.start([{"role": "user", "content": "?"}])
@@ -88,6 +88,6 @@ def test_an_adapter_gets_what_it_declares() -> None:
     assert "DISPLAY" in variables_of("gymnasium:FrozenLake-v1")
     assert variables_of({"_target_": "verifiers:sums", "n": 1})[0] == "OPENAI_API_KEY"
     assert variables_of("gsm8k") == variables_of("word_problems") == ()
-    named = WorkerSettings(specs=("verifiers:sums",), registry=False, memory_gb=1.0, variables=("MINE",)).named
+    named = LocalWorkers(("verifiers:sums",), worker_memory_gb=1.0, variables=("MINE",)).named
     assert given({"OPENAI_API_KEY": "a", "MINE": "b", "OTHER_KEY": "c"}, named) == {"OPENAI_API_KEY": "a", "MINE": "b"}
     assert os.environ["MY_API_KEY"] not in given(os.environ, ()).values()

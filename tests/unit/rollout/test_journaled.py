@@ -18,7 +18,7 @@ from skyrl_train.rollout.boundary import (
 )
 from skyrl_train.rollout.boundary.session import Restarted
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
-from skyrl_train.rollout.hosts.local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.hosts.local import LocalWorkers
 from skyrl_train.rollout.hosts.processes import ProcessEnvironments
 from skyrl_train.rollout.hosts.threads import ThreadEnvironments
 from skyrl_train.rollout.journal import Journal
@@ -217,7 +217,7 @@ def test_what_failed_is_run_again_in_an_environment_of_which_nothing_is_known(tm
 def test_states_are_carried_from_and_to_worker_processes(tmp_path: Path, loop: LoopThread, env: str) -> None:
     def workers() -> ProcessEnvironments:
         spec = f"tests.support.fakes_resumable:{env}"
-        host = LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=1.0))
+        host = LocalWorkers((spec,), worker_memory_gb=1.0)
         return ProcessEnvironments(host, num_workers=1, timeout_s=10.0)
 
     first, second = workers(), workers()

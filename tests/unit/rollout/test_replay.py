@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from skyrl_train.algorithms import shape_rewards
-from skyrl_train.batch import assemble
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.rollout.stream.replay import ReplayGenerator
-from skyrl_train.runs import assembly_settings, load_data
+from skyrl_train.runs import assembler, load_data
 from skyrl_train.telemetry.records import read_rollouts, write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
 from tests.support.journal_cases import SAMPLES, STEPS, run
@@ -139,9 +138,7 @@ def assembled(generator: ReplayGenerator, num_prompts: int) -> Any:
         train_batch_size=num_prompts, policy_mini_batch_size=num_prompts, critic_mini_batch_size=num_prompts
     )
     config = Config(trainer=trainer)
-    return assemble(
-        replay(generator, 1, n=1), assembly_settings(config, rows="per_trajectory"), global_step=1, weight_version=0
-    )
+    return assembler(config, rows="per_trajectory")(replay(generator, 1, n=1), step=1, weight_version=0)
 
 
 def test_rollouts_without_logprobs_become_a_batch_without_that_column(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config import TrainerConfig
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.rollout.admission import AdmissionSettings, ConsumedPrompts
+from skyrl_train.rollout.admission import ConsumedPrompts
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken
+from skyrl_train.rollout.stream.stream import RolloutStream, Taken
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.support.fake_environments import FAKE_ENVIRONMENT, FakeEnvironment
 from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
@@ -45,22 +46,27 @@ MakeStream = Callable[..., tuple[RolloutStream, RolloutGenerator]]
 def make_stream(tmp_path: Path) -> Iterator[MakeStream]:
     made: list[tuple[RolloutStream, RolloutGenerator]] = []
 
-    def make(engine: FakeEngine, prompts: Sequence[Prompt], **admission: Any) -> tuple[RolloutStream, RolloutGenerator]:
+    def make(
+        engine: FakeEngine, prompts: Sequence[Prompt], total_batches: int = 3, **changes: Any
+    ) -> tuple[RolloutStream, RolloutGenerator]:
         environment = EnvironmentConfig(env_class=FAKE_ENVIRONMENT, step_timeout_s=5.0, isolation="thread")
         generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(), environment, 0)
-        rules: dict[str, Any] = {"max_staleness": 1, "stale_groups": "wait", "total_batches": 3, **admission}
-        settings = StreamSettings(
-            admission=AdmissionSettings(batch_size=BATCH, **rules),
-            n_samples_per_prompt=2,
-            sampling=SamplingParams(),
-            max_failed_fraction=0.0,
-        )
 
         def batch(position: int) -> Sequence[Prompt]:
             return prompts[position * BATCH : (position + 1) * BATCH]
 
         journal = Journal(tmp_path / f"journal_{len(made)}.jsonl", prompts="p")
-        made.append((RolloutStream(generator, batch, settings, journal), generator))
+        stream = RolloutStream(
+            generator,
+            batch,
+            TrainerConfig(train_batch_size=BATCH, max_staleness=1, **changes),
+            journal,
+            total_batches=total_batches,
+            n_samples_per_prompt=2,
+            sampling=SamplingParams(),
+            max_failed_fraction=0.0,
+        )
+        made.append((stream, generator))
         return made[-1]
 
     yield make

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 
 from skyrl_train.algorithms import SamplingState, sample_dynamically
-from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config import TrainerConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
 from skyrl_train.config.data import CurriculumConfig, EnvironmentConfig
 from skyrl_train.config.models import GeneratorConfig
 from skyrl_train.data import Curriculum
 from skyrl_train.errors import DataError, EngineError
-from skyrl_train.rollout.admission import AdmissionSettings, ConsumedPrompts
+from skyrl_train.rollout.admission import ConsumedPrompts
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream.replay import ReplayGenerator
-from skyrl_train.rollout.stream.stream import RolloutStream, StreamSettings, Taken, distinct, rollouts_of
+from skyrl_train.rollout.stream.stream import RolloutStream, Taken, distinct, rollouts_of
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.support.fake_environments import FakeEnvironment, done_with
 from tests.support.fakes import FakeEngine, make_prompts, make_tokenizer
@@ -76,29 +77,21 @@ def start(tmp_path: Path) -> Iterator[Start]:
             env_class="test_stream_rules:GradedEnvironment", step_timeout_s=5.0, isolation="thread"
         )
         generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(), environment, 0)
-        rules = {name: changes.pop(name) for name in ("take_groups", "oversample", "stale_groups") if name in changes}
-        filters = changes.get("filters", FilterConfig())
         curriculum, settled = changes.pop("curriculum", None), changes.pop("settled", None) or ConsumedPrompts()
-        settings = StreamSettings(
-            admission=AdmissionSettings(
-                batch_size=BATCH,
-                max_staleness=1,
-                total_batches=3,
-                max_discards=filters.dynamic_sampling_max_batches * BATCH,
-                replace_min_share=filters.replace_min_share if filters.dynamic_sampling == "replace" else None,
-                **{"stale_groups": "wait", **rules},
-            ),
-            n_samples_per_prompt=SAMPLES,
-            sampling=SamplingParams(),
-            **{"max_failed_fraction": 0.0, **changes},
-        )
+        max_failed_fraction = changes.pop("max_failed_fraction", 0.0)
+        of_algorithm = {name: changes.pop(name) for name in ("filters", "advantage_estimator") if name in changes}
+        algorithm = AlgorithmConfig(**of_algorithm)
         known = make_prompts(100) if prompts is None else prompts
         journal = Journal(tmp_path / "journal.jsonl", prompts="p")
         stream = RolloutStream(
             generator,
             lambda position: known[position * BATCH : (position + 1) * BATCH],
-            settings,
+            TrainerConfig(train_batch_size=BATCH, max_staleness=1, algorithm=algorithm, **changes),
             journal,
+            total_batches=3,
+            n_samples_per_prompt=SAMPLES,
+            sampling=SamplingParams(),
+            max_failed_fraction=max_failed_fraction,
             curriculum=curriculum,
         )
         made.append((stream, generator))
@@ -289,7 +282,7 @@ def test_a_greedy_sample_of_each_prompt_is_its_groups_baseline(start: Start) -> 
     def answer(request: GenerationRequest) -> list[int]:
         return says(place(request)[1] if request.sampling.temperature else 5)
 
-    stream, engine = start(answer, samples_greedily=True, filters=FilterConfig(reward_clip_high=4.0))
+    stream, engine = start(answer, advantage_estimator="remax", filters=FilterConfig(reward_clip_high=4.0))
     taken = stream.take()
     assert [one.reward for one in taken.rollouts.trajectories] == [0.0, 1.0] * BATCH
     # Shaped as the others will be: 5 is bounded by 4.
@@ -297,7 +290,7 @@ def test_a_greedy_sample_of_each_prompt_is_its_groups_baseline(start: Start) -> 
     stream.close()
     greedy = [request for request in engine.requests if request.sampling.temperature == 0]
     assert len(greedy) == len({place(request)[0] for request in engine.requests})
-    stream, engine = start(answer, samples_greedily=True, filters=FilterConfig(reward_clip_high=4.0))
+    stream, engine = start(answer, advantage_estimator="remax", filters=FilterConfig(reward_clip_high=4.0))
     assert stream.take().rollouts == taken.rollouts
     assert not {place(request)[0] for request in engine.requests} & {0, 1, 2, 3}
 
@@ -306,7 +299,7 @@ def test_where_the_greedy_sample_fails_its_group_does(start: Start) -> None:
     def answer(request: GenerationRequest) -> Any:
         return says(1) if request.sampling.temperature else EngineError("no memory")
 
-    stream, _ = start(answer, samples_greedily=True)
+    stream, _ = start(answer, advantage_estimator="remax")
     with pytest.raises(EngineError, match=r"4 of 4 .*\n.*the greedy sample of its prompt failed: .*no memory"):
         stream.take()
 
@@ -346,13 +339,13 @@ def test_what_is_too_many_is_told_with_its_length(start: Start) -> None:
 
 
 RULES: dict[str, dict[str, Any]] = {
-    "filtered, with greedy samples": {"filters": FILTER, "samples_greedily": True},
+    "filtered, with greedy samples": {"filters": FILTER, "advantage_estimator": "remax"},
     "oversampled": {"oversample": 2.0, "stale_groups": "drop"},
     "replaced": {"filters": REPLACE},
     "replaced, in order, with greedy samples": {
         "filters": REPLACE,
         "take_groups": "in_order",
-        "samples_greedily": True,
+        "advantage_estimator": "remax",
     },
     "oversampled in order and filtered": {"oversample": 2.0, "take_groups": "in_order", "filters": FILTER},
 }

@@ -14,18 +14,19 @@ import pytest
 
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import DataError, EngineError
+from skyrl_train.inference.vllm import Ranked
 from skyrl_train.main_doctor import main
 from skyrl_train.model import load_tokenizer
-from skyrl_train.runs.checks.compare import Distributions, _by_server, _read, compared, draw, table
+from skyrl_train.runs.checks.compare import _by_server, _read, compared, draw, table
 
 HALF, QUARTER, EIGHTH = np.log(0.5), np.log(0.25), np.log(0.125)
 TRAINER = np.array([[HALF, QUARTER, EIGHTH, EIGHTH], [EIGHTH, HALF, QUARTER, EIGHTH]])
 """Of two positions, four tokens."""
 
 
-def ranked(logprobs: np.ndarray, k: int = 4) -> Distributions:
+def ranked(logprobs: np.ndarray, k: int = 4) -> Ranked:
     order = np.argsort(-logprobs, axis=1, kind="stable")[:, :k]
-    return Distributions(token_ids=order, logprobs=np.take_along_axis(logprobs, order, axis=1))
+    return order, np.take_along_axis(logprobs, order, axis=1)
 
 
 def test_equal_distributions_have_no_divergence_and_all_in_common() -> None:
@@ -110,9 +111,9 @@ def url() -> Iterator[str]:
 
 
 def test_a_server_is_asked_for_its_likeliest_tokens_and_one_that_gives_none_is_named(url: str) -> None:
-    (found,) = _by_server(url, "mine", [[3, 0, 1]], 2)
-    assert found.token_ids.tolist() == [[0, 1], [0, 1]]
-    assert found.logprobs[0].tolist() == [HALF, QUARTER]
+    ((token_ids, logprobs),) = _by_server(url, "mine", [[3, 0, 1]], 2)
+    assert token_ids.tolist() == [[0, 1], [0, 1]]
+    assert logprobs[0].tolist() == [HALF, QUARTER]
     assert (Server.asked[-1]["prompt"], Server.asked[-1]["echo"], Server.asked[-1]["logprobs"]) == ([3, 0, 1], True, 2)
     with pytest.raises(EngineError, match="must score a prompt of token ids"):
         _by_server(url, "other", [[3, 0, 1]], 2)

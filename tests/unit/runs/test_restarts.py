@@ -21,7 +21,6 @@ from skyrl_train.runs.drive import run_with_restarts
 from skyrl_train.runs.restarts import Restarts, smaller
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.logs import RunConsole
-from skyrl_train.trainers.checkpoints import resume_settings, settings_of
 
 DEAD = "policy worker rank 1 (node 10.0.0.2, pid 7) died in phase update (forward_backward): killed\nits log"
 
@@ -44,11 +43,7 @@ class Run:
         return run_with_restarts(self.config, self.folder, console, self.attempt)
 
     def attempt(self, config: Config, restarts: Restarts) -> int:
-        self.modes.append(
-            restarts.resume(
-                replace(resume_settings(config.trainer, settings_of(config), type(config)), mode="none")
-            ).mode
-        )
+        self.modes.append(restarts.resume(replace(config.trainer, resume_mode="none")).resume_mode)
         restarts.begun(len(self.modes), policy_num_workers=config.placement.policy_num_workers)
         (self.folder.checkpoints / f"step_{len(self.modes):06d}").mkdir(parents=True)
         if self.errors:

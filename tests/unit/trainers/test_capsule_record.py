@@ -11,8 +11,7 @@ import torch
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.errors import DataError
 from skyrl_train.images import Image, ImageSpan
-from skyrl_train.runs import assembly_settings
-from skyrl_train.trainers import steps
+from skyrl_train.runs import assembler
 from skyrl_train.trainers.capsules.record import (
     CAPSULE_FILE,
     BadInput,
@@ -48,7 +47,7 @@ def some_batch(folder: Path) -> TrainingInputBatch:
         n_samples_per_prompt=2,
     )
     config = make_config(folder, train_batch_size=1, policy_mini_batch_size=1)
-    return steps.assemble(rollouts, assembly_settings(config), step=12, weight_version=11)
+    return assembler(config)(rollouts, step=12, weight_version=11)
 
 
 def test_a_capsule_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.config.models import GeneratorConfig, PlatformConfig, VLLMConfig
 from skyrl_train.config.rules import validate_config
 from skyrl_train.inference import HFEngine
-from skyrl_train.inference.vllm import vllm_settings
+from skyrl_train.inference.vllm import vllm_arguments
 from skyrl_train.runs.construction import engine_settings, tolerance
 from skyrl_train.weight_sync.rounding import Rounding, is_rounded, rounded
 from tests.support.fakes import make_tiny_model, make_tokenizer
@@ -87,12 +87,12 @@ def test_losses_are_corrected_where_engines_are_rounded_unless_something_else_is
 def test_a_gpus_vllm_computes_in_fp8_and_others_with_rounded_weights() -> None:
     gpu = PlatformConfig(name="gpu", device="cuda:0")
     config = replace(with_quantization(backend="vllm", quantization="fp8"), platform=gpu)
-    settings = vllm_settings(engine_settings(config))
-    assert (settings.arguments["quantization"], settings.engine.rounding) == ("fp8_per_channel", "none")
+    settings = engine_settings(config)
+    assert (vllm_arguments(settings)["quantization"], settings.rounding) == ("fp8_per_channel", "none")
     for other in (replace(config, platform=PlatformConfig()), with_quantization(backend="vllm")):
-        settings = vllm_settings(engine_settings(other))
-        assert "quantization" not in settings.arguments
-        assert settings.engine.rounding == other.generator.quantization
+        settings = engine_settings(other)
+        assert "quantization" not in vllm_arguments(settings)
+        assert settings.rounding == other.generator.quantization
     assert tolerance(config.generator, config.model, config.platform) == math.inf
 
 
