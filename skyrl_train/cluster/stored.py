@@ -5,7 +5,8 @@
     RayPlane.make_rows(f, r)    -> DataWorker.make_rows: reads r, computes f(r), puts its token columns --> where they are
     RayPlane.add_columns(f, b)  -> DataWorker.add_columns: reads b, computes f(b), puts what is new --> where it is
     RayPlane.ask(f, b)          -> DataWorker.ask: reads b, computes f(b) --> a small answer
-    RayPlane.save(f, r, b)      -> the same on another thread of it: the log of rollouts, which is written beside an update
+    RayPlane.save(f, calls)     -> the same on another thread of it: the log of rollouts, which is written beside an update,
+                                by the worker of each node that has some of their arrays
 
 What is put lives as long as somebody refers to it and the process that put it lives. What must outlive that process is
 written to a file before anybody is told of it (`put_durably`), and read from there when it is gone from the store.
@@ -78,13 +79,14 @@ _PIECE_TOKENS = 2**20
 class StoredArrays:
     """Implements `Arrays` with a reference into the object store."""
 
-    def __init__(self, reference: Any, file: Path | None = None) -> None:
-        """`file` has the same arrays, on a disk that all nodes share, for when who put them is gone."""
-        self.reference, self.file = reference, file
+    def __init__(self, reference: Any, file: Path | None = None, node: str = "") -> None:
+        """`file` has the same arrays, on a disk that all nodes share, for when who put them is gone; `node` is Ray's name of
+        where they were put."""
+        self.reference, self.file, self.node = reference, file, node
         self._mapped: Mapping[str, NDArray[Any]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoredArrays, (self.reference, self.file)
+        return StoredArrays, (self.reference, self.file, self.node)
 
     def read(self) -> Mapping[str, NDArray[Any]]:
         """Map the arrays, from another node where they are there, or read their file. Raises ActorLostError where they are
@@ -115,7 +117,7 @@ def put_arrays(arrays: Mapping[str, NDArray[Any]]) -> StoredArrays:
     for name, array in arrays.items():
         if array.dtype.hasobject:
             raise TypeError(f"{name} is an array of Python objects, which do not travel")
-    return StoredArrays(ray.put(dict(arrays)))
+    return StoredArrays(ray.put(dict(arrays)), node=ray.get_runtime_context().get_node_id())
 
 
 def put_durably(arrays: Mapping[str, NDArray[Any]], file: Path) -> StoredArrays:
@@ -127,7 +129,8 @@ def put_durably(arrays: Mapping[str, NDArray[Any]], file: Path) -> StoredArrays:
         bring_to_disk(written.fileno(), temporary)
     os.replace(temporary, file)
     sync_folder(file.parent)
-    return StoredArrays(put_arrays(arrays).reference, file)
+    stored = put_arrays(arrays)
+    return StoredArrays(stored.reference, file, stored.node)
 
 
 class DataWorker:
@@ -162,10 +165,11 @@ class DataWorker:
         """Do that in this process."""
         return self.ask_here(function, args, kwargs)
 
-    def save(self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do the same with a function that writes. Raises SaveError where the disk does not take it."""
+    def save(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Do the same with a function that writes, and reads of rows what it needs. Raises SaveError where the disk does
+        not take it."""
         try:
-            self.ask(function, args, kwargs)
+            return function(*(each.here() if isinstance(each, PlacedRollouts) else each for each in args))
         except OSError as error:
             raise SaveError(str(error)) from error
 
@@ -213,7 +217,7 @@ class RayPlane(DataPlane):
         ranks are given share computation, which is looked for where the tokens are."""
         self._together = together
         env, secrets = session.runtime_env(num_threads), forwarded_environment(secret=True)
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        self._nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         actors = [
             RemoteActor(
                 handle=ray.remote(concurrency_groups={HEALTH: 1, SAVES: 1})(DataWorker)
@@ -228,7 +232,7 @@ class RayPlane(DataPlane):
                 rank=rank,
                 log_folder=session.log_folder,
             )
-            for rank, node in enumerate(nodes)
+            for rank, node in enumerate(self._nodes)
         ]
         self._group = ActorGroup(placement, "data", actors)
         self._starting = self._group.of(DataWorker).begin(DataWorker.identify, "start")
@@ -287,13 +291,29 @@ class RayPlane(DataPlane):
         found = self._worker().call(DataWorker.ask, "data", cast(Callable[..., Any], function), given[0], given[1])
         return cast(R, found[0])
 
-    def save(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have a worker do it on the thread that writes."""
-        given = _sent(args, kwargs)
-        if given is None:
-            DataWorker.ask_here(function, args, kwargs)
-        else:
-            self._worker(saves=True).call(DataWorker.save, "data", function, *given)
+    def shares(self, rollouts: RolloutBatch) -> Mapping[str, Sequence[int]]:
+        """Return the prompts by the node where the first trajectory's arrays were put. Where that is not known, or has no
+        worker, it is the node of the worker whose turn it is."""
+        if len(self._nodes) == 1 or not rollouts.prompts or (there := placed(rollouts)) is None:
+            return super().shares(rollouts)
+        turn = self._nodes[next(self._turns) % len(self._nodes)]
+        nodes = [node if (node := getattr(each, "node", "")) in self._nodes else turn for each in there.sources]
+        found: dict[str, list[int]] = {}
+        for number, source in enumerate(there.source_of[:: rollouts.n_samples_per_prompt].tolist()):
+            found.setdefault(nodes[source], []).append(number)
+        return found
+
+    def save(self, function: Callable[..., R], calls: Mapping[str, tuple[Any, ...]]) -> list[R]:
+        """Have the workers of the nodes do it, each on the thread that writes."""
+        given = {node: sent[0] for node, args in calls.items() if (sent := _sent(args, {})) is not None}
+        if len(given) < len(calls):
+            return super().save(function, calls)
+        pending = [
+            self._worker(near=node, saves=True).begin(DataWorker.save, "data", function, args)
+            for node, args in given.items()
+        ]
+        pending[0].wait(*pending[1:])
+        return [cast(R, each.wait()[0]) for each in pending]
 
     def room_warning(self, batch_bytes: int) -> str:
         """Return a line where the stores of all nodes do not hold the rollouts and rows of a step, of so many bytes; empty
@@ -321,14 +341,14 @@ class RayPlane(DataPlane):
         """End the workers, and with them what they have put."""
         self._group.close()
 
-    def _worker(self, *, saves: bool = False) -> Endpoint[DataWorker]:
-        """Return the worker whose turn it is."""
+    def _worker(self, *, near: str = "", saves: bool = False) -> Endpoint[DataWorker]:
+        """Return the worker of the node `near`, or the one whose turn it is."""
         actors = self._group.actors
         if not self._is_started:
             for actor, identity in zip(actors, self._starting.wait()):
                 actor.found_at(identity)
             self._is_started = True
-        actor = actors[next(self._turns) % len(actors)]
+        actor = actors[self._nodes.index(near) if near else next(self._turns) % len(actors)]
         return self._group.of(DataWorker, [actor], concurrency_group=SAVES if saves else "")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.telemetry.reading import RolloutFile, first_line, rows_of
+from skyrl_train.telemetry.records import read_columns
 
 MAX_STEPS = 40
 """Steps whose texts and tokens are read, and as many evaluations at the most as a quarter of it."""
@@ -165,14 +166,10 @@ class RolloutReader:
 def _columns(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """Return columns of a Parquet file as `pyarrow.Array`s; nulls for one that the file has not."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as opened:
-        present = [name for name in names if name in opened.schema_arrow.names]
-        table = opened.read(columns=present)
-        length = opened.metadata.num_rows
-    columns = {name: table.column(name).combine_chunks() for name in present}
-    return {name: columns.get(name, pa.nulls(length)) for name in names}
+    table = read_columns(path, names)
+    there = {name: table.column(name).combine_chunks() for name in names if name in table.column_names}
+    return {name: there.get(name, pa.nulls(len(table))) for name in names}
 
 
 def _cells(column: Any) -> Cells:

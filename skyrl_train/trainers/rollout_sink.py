@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.plane import DataPlane
@@ -26,7 +27,16 @@ from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRequested
 from skyrl_train.system import WorkerThread
 from skyrl_train.telemetry.logs import redact_text
-from skyrl_train.telemetry.records import FloatColumns, TurnValues, pairs_of, write_failed_rollouts, write_rollouts
+from skyrl_train.telemetry.records import (
+    FloatColumns,
+    TurnValues,
+    pairs_of,
+    remove_rollouts,
+    rollouts_sum,
+    write_failed_rollouts,
+    write_parts,
+    write_rollouts,
+)
 from skyrl_train.trainers.observers import StepInputs
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 
@@ -46,7 +56,8 @@ _COLUMNS = {
 
 
 class RolloutLog:
-    """Writes Parquet files under `folder`, one file a step and purpose, in the background."""
+    """Writes Parquet files under `folder`, one a step and purpose, in the background. Where the arrays of a training step
+    lie on several nodes, each node writes a part."""
 
     def __init__(
         self,
@@ -128,7 +139,18 @@ class RolloutLog:
             raise DeadlineError(f"writing rollouts to {self._folder}", self._close_timeout_s, "Is the disk reachable?")
 
     def _write_train(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
-        self._plane.save(write_training_rollouts, self._folder, self._settings, rollouts, batch, step)
+        rollouts, batch = of_prompts(rollouts, batch, sampled(rollouts, self._settings.sample_fraction))
+        shares = self._plane.shares(rollouts)
+        calls = {
+            node: (self._folder, self._settings, *of_prompts(rollouts, batch, prompts), step, part)
+            for (node, prompts), part in zip(shares.items(), range(len(shares)) if len(shares) > 1 else (None,))
+        }
+        write = partial(self._plane.save, write_training_rollouts, calls)
+        if len(shares) > 1:
+            places = [_trajectories_of(prompts, rollouts.n_samples_per_prompt) for prompts in shares.values()]
+            write_parts(self._folder, step, places, write)
+        else:
+            write()
         if self._settings.keep_last:
             self._delete_up_to(step - self._settings.keep_last)
 
@@ -138,18 +160,22 @@ class RolloutLog:
             match = _FILE.fullmatch(path.name)
             if match and match["kind"] in ("train", "eval") and int(match["step"]) <= step:
                 with suppress(OSError):
-                    path.unlink()
+                    remove_rollouts(path)
 
 
 def write_training_rollouts(
-    folder: Path, settings: RolloutsConfig, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int
-) -> None:
-    """Write a step's rollouts with what `batch` holds of their tokens. Raises OSError."""
-    found = columns_by_turn(rollouts, batch)
+    folder: Path,
+    settings: RolloutsConfig,
+    rollouts: RolloutBatch,
+    batch: TrainingInputBatch,
+    step: int,
+    part: int | None,
+) -> tuple[int, str]:
+    """Write a step's rollouts, or a `part` of them, with what `batch` holds of their tokens. Return the `rollouts_sum` of
+    the part. Raises OSError."""
+    found = columns_by_turn(rollouts, batch, settings.columns)
     columns: FloatColumns = {name: found[name] for name in settings.columns if name in found}
-    if settings.sample_fraction < 1:
-        rollouts, columns = sampled(rollouts, columns, settings.sample_fraction)
-    write_rollouts(
+    path = write_rollouts(
         folder,
         rollouts,
         purpose="train",
@@ -157,7 +183,9 @@ def write_training_rollouts(
         columns=columns,
         to_bfloat16=settings.columns_dtype == "bfloat16",
         sample_fraction=settings.sample_fraction,
+        part=part,
     )
+    return (0, "") if part is None else rollouts_sum(path)
 
 
 def cut_rollouts_after(folder: Path, step: int) -> None:
@@ -165,34 +193,54 @@ def cut_rollouts_after(folder: Path, step: int) -> None:
     for path in folder.glob("*"):
         match = _FILE.fullmatch(path.name)
         if match and (int(match["step"]) > step or path.name.endswith(".tmp")):
-            path.unlink()
+            remove_rollouts(path)
 
 
-def sampled(rollouts: RolloutBatch, columns: FloatColumns, fraction: float) -> tuple[RolloutBatch, FloatColumns]:
-    """Return the rollouts of a share of the prompts, one at least, and their columns. Whether a prompt is among them is
-    decided by its uid, so that it is again in the next epoch."""
-    size = rollouts.n_samples_per_prompt
+def sampled(rollouts: RolloutBatch, fraction: float) -> list[int]:
+    """Return the numbers of a share of the prompts, one at least. Whether a prompt is among them is decided by its uid, so
+    that it is again in the next epoch."""
     digests = [hashlib.blake2b(prompt.uid.encode(errors="replace")).digest() for prompt in rollouts.prompts]
     count = math.ceil(fraction * len(digests))
-    kept = sorted(sorted(range(len(digests)), key=digests.__getitem__)[:count])
-    indices = [index * size + sample for index in kept for sample in range(size)]
+    return sorted(sorted(range(len(digests)), key=digests.__getitem__)[:count])
+
+
+def of_prompts(
+    rollouts: RolloutBatch, batch: TrainingInputBatch, prompts: Sequence[int]
+) -> tuple[RolloutBatch, TrainingInputBatch]:
+    """Return the rollouts of some prompts, by their numbers in ascending order, and their rows."""
+    if len(prompts) == len(rollouts.prompts):
+        return rollouts, batch
+    kept = _trajectories_of(prompts, rollouts.n_samples_per_prompt)
+    # Element -1 stands for the trajectory of dummy rows, which is none.
+    number = torch.full((len(rollouts.trajectories) + 1,), -1, dtype=torch.int32)
+    number[kept] = torch.arange(len(kept), dtype=torch.int32)
+    of_row = number[batch["trajectory_index"]]
+    rows = torch.nonzero(of_row >= 0).flatten()
+    taken = batch.take(rows).with_columns(trajectory_index=of_row[rows])
+    first_scored = int((rows < batch.metadata.first_scored_row).sum())
     part = replace(
         rollouts,
-        prompts=tuple(rollouts.prompts[index] for index in kept),
-        trajectories=tuple(rollouts.trajectories[index] for index in indices),
+        prompts=tuple(rollouts.prompts[each] for each in prompts),
+        trajectories=tuple(rollouts.trajectories[each] for each in kept),
     )
-    return part, {name: [values[index] for index in indices] for name, values in columns.items()}
+    return part, replace(taken, metadata=replace(taken.metadata, first_scored_row=first_scored))
 
 
-def columns_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, list[TurnValues | None]]:
+def _trajectories_of(prompts: Sequence[int], size: int) -> list[int]:
+    return [prompt * size + sample for prompt in prompts for sample in range(size)]
+
+
+def columns_by_turn(
+    rollouts: RolloutBatch, batch: TrainingInputBatch, names: Sequence[str] = tuple(_COLUMNS)
+) -> dict[str, list[TurnValues | None]]:
     """Return, by name, what `batch` holds of each response token, per trajectory and turn; None for a trajectory without
-    rows, and for one that was not scored."""
+    rows, and for one that was not scored. `names`: of those that are read."""
     spans = _spans(rollouts, batch)
     first_scored = int(batch.row_offsets[batch.metadata.first_scored_row])
     scored = [None if each and each[0][0] < first_scored else each for each in spans]
     found: dict[str, list[TurnValues | None]] = {}
     for name, column in _COLUMNS.items():
-        if column in batch:
+        if name in names and column in batch:
             values = batch[column].numpy().astype(np.float32, copy=False)
             each_spans = scored if column == "old_logprobs" else spans
             found[name] = [

@@ -18,9 +18,9 @@ from typing import Any
 
 import duckdb
 
-from skyrl_train.errors import DeadlineError
+from skyrl_train.errors import DataError, DeadlineError
 from skyrl_train.telemetry.reading import RolloutFile, Row, Run, first_line, rows_of
-from skyrl_train.telemetry.records import KINDS, arrow_schema
+from skyrl_train.telemetry.records import KINDS, arrow_schema, read_parts
 from skyrl_train.view.tails import held_in_time
 
 QUERY_TIMEOUT_S = 10.0
@@ -224,9 +224,13 @@ class RolloutIndex:
 
     def _source(self, run: Run, names: Sequence[str]) -> str:
         """Return a relation with all columns of `COLUMNS`, and the name of the file."""
-        paths = ", ".join(_quoted(str(self._folder / run.id / name)) for name in names)
-        read = f"read_parquet([{paths}], union_by_name = true, filename = true)"
-        return f"(SELECT * FROM template WHERE false UNION ALL BY NAME SELECT * FROM {read})"
+        links = [self._folder / run.id / name for name in names]
+        files = [file for link in links for file in (sorted(link.glob("part-*")) if link.is_dir() else [link])]
+        read = (
+            f"read_parquet([{', '.join(_quoted(str(file)) for file in files)}], union_by_name = true, filename = true)"
+        )
+        whole = "* REPLACE (regexp_replace(filename, '/part-[0-9]+[.]parquet$', '') AS filename)"
+        return f"(SELECT * FROM template WHERE false UNION ALL BY NAME SELECT {whole} FROM {read})"
 
     def _forget(self, run: Run, taken: _Taken, name: str) -> None:
         self._database.execute("DELETE FROM trajectories WHERE run = ? AND file = ?", [run.id, name])
@@ -242,10 +246,14 @@ class RolloutIndex:
         for name, file in files.items():
             link = self._folder / run.id / name
             link.unlink(missing_ok=True)
-            if file.kind == "parquet":
-                link.symlink_to(file.path)
-            elif problem := self._convert(file, link):
-                taken.problems[name] = problem
+            try:
+                if file.kind == "parquet":
+                    read_parts(file.path)
+                    link.symlink_to(file.path)
+                elif problem := self._convert(file, link):
+                    taken.problems[name] = problem
+            except DataError as error:
+                taken.problems[name] = str(error)
             if link.exists():
                 usable.append(name)
         try:
@@ -272,7 +280,7 @@ class RolloutIndex:
         chosen: dict[str, RolloutFile] = {}
         size = 0
         for name, file in {**asked, **new}.items():
-            size += file.stamp[1]
+            size += file.num_bytes
             if chosen and size > _BYTES_AT_A_TIME:
                 break
             chosen[name] = file

@@ -8,9 +8,9 @@ The loop is the same in both: it plans on facts of rows, and hands functions of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -60,10 +60,14 @@ class DataPlane:
         """Return what became of arrays since the last time, by the names of metrics."""
         return {}
 
-    def save(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Do `function(...)`, which writes files, beside whatever else is asked. Raises what it raises; SaveError or OSError
-        where a disk does not take it."""
-        function(*args, **kwargs)
+    def shares(self, rollouts: RolloutBatch) -> Mapping[str, Sequence[int]]:
+        """Return the numbers of the prompts whose trajectories lie together, by the name of their place."""
+        return {"": range(len(rollouts.prompts))}
+
+    def save(self, function: Callable[..., R], calls: Mapping[str, tuple[Any, ...]]) -> list[R]:
+        """Return what `function`, which writes files, gives for the arguments of each place: there, all at the same time
+        and beside whatever else is asked. Raises what it raises; SaveError or OSError where a disk does not take it."""
+        return [function(*args) for args in calls.values()]
 
 
 def added_columns(

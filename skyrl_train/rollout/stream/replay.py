@@ -75,7 +75,7 @@ class ReplayGenerator:
         self._shape = shape
         self._spans: dict[str, ImageSpan] = {}
         path = Path(path).expanduser()
-        self.images_folder = (path if path.is_dir() else path.parent).parent / "images"
+        self.images_folder = (path.parent if _is_step(path) else path).parent / "images"
         """Where the run that was recorded has its images."""
         journal = path / FILE if path.is_dir() else path
         if journal.name == FILE and journal.is_file():
@@ -223,8 +223,13 @@ class ReplayGenerator:
         return replace(batch, trajectories=tuple(checked))
 
 
+def _is_step(path: Path) -> bool:
+    """Whether a path is a file of rollouts, or a folder that stands for one."""
+    return not path.is_dir() or path.suffix == ".parquet"
+
+
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if path.exists() and _is_step(path):
         return [path]
     if not path.is_dir():
         raise DataError(

@@ -262,7 +262,7 @@ def _lengths(recorded: str, *, step_wise: bool) -> RowLengths | None:
         return None
     path = Path(recorded)
     files = [path]
-    if path.is_dir():
+    if path.is_dir() and path.suffix != ".parquet":
         files = sorted(file for file in path.glob("train_step_*") if file.suffix in (".parquet", ".jsonl"))
     batches = [batch for file in files for batch in read_rollouts(file).values()]
     try:

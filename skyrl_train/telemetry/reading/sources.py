@@ -41,12 +41,19 @@ class RolloutFile(NamedTuple):
     purpose: str
     step: int
     stamp: tuple[int, int, int]
-    """Its inode, size and time of change: another stamp is another content."""
+    """Its inode, size and time of change, or those of its folder: another stamp is another content."""
 
     @property
     def path(self) -> Path:
         """Where it is."""
         return Path(self.where)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, or that of all parts of a folder."""
+        with suppress(OSError):  # gone meanwhile
+            return sum(each.stat().st_size for each in self.path.glob("part-*")) or self.stamp[1]
+        return self.stamp[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +196,8 @@ def _files(folder: Path, pattern: re.Pattern[str], purpose: str) -> list[Rollout
             status = entry.stat() if match else None
         except OSError:
             continue
-        if match and status and stat.S_ISREG(status.st_mode):
+        is_folder = status is not None and stat.S_ISDIR(status.st_mode)
+        if match and status and (stat.S_ISREG(status.st_mode) or (is_folder and pattern is _OWN_FILE)):
             kind: Any = kinds.get(pattern, entry.name.rpartition(".")[2])
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             own = purpose or match["purpose"]

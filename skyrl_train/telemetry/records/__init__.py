@@ -10,10 +10,17 @@ if TYPE_CHECKING:
         encode_trajectory as encode_trajectory,
         read_json_lines as read_json_lines,
     )
+    from skyrl_train.telemetry.records.parts import (
+        read_parts as read_parts,
+        remove_rollouts as remove_rollouts,
+        rollouts_sum as rollouts_sum,
+        write_parts as write_parts,
+    )
     from skyrl_train.telemetry.records.store import (
         FloatColumns as FloatColumns,
         TurnValues as TurnValues,
         pairs_of as pairs_of,
+        read_columns as read_columns,
         read_facts as read_facts,
         read_failed_rollouts as read_failed_rollouts,
         read_rollouts as read_rollouts,

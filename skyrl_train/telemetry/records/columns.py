@@ -1,7 +1,8 @@
 """What a Parquet file of trajectories holds: one file a step, one row a turn, exact floats.
 
 `OUTPUT_DIR/rollouts/{train|eval|failed}_step_000001.parquet`, zstd, rows in the order of the batch's trajectories and of
-their turns. A trajectory that failed before its first turn has one row, whose `turn` is null. Every file has all columns:
+their turns. A trajectory that failed before its first turn has one row, whose `turn` is null. Where several nodes wrote a
+step, the name is that of a folder of such files (`parts.py`). Every file has all columns:
 
     of the step        global_step, purpose, error (of a step that failed)
     of the trajectory  uid, sample, num_turns, outcome, failure_kind, failure_message, failure_turn, trajectory_reward (the

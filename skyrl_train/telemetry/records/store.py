@@ -1,5 +1,5 @@
-"""The rollouts of a run at rest: Parquet files (`columns.py`), written whole or not at all, and read back. Whatever a file
-holds, its trajectories are as a run writes them, or it is refused with the row."""
+"""The rollouts of a run at rest: Parquet files (`columns.py`), or folders of them (`parts.py`), written whole or not at all,
+and read back. Whatever a file holds, its trajectories are as a run writes them, or it is refused with the row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from skyrl_train.telemetry.records.columns import (
     rollout_file,
 )
 from skyrl_train.telemetry.records.log import decoded, in_batches, read_json_lines
+from skyrl_train.telemetry.records.parts import part_file, read_parts, remove_rollouts, temporary_of
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory, Turn
 
 Pairs = Iterable[tuple[Prompt, Trajectory]]
@@ -70,13 +72,15 @@ def write_rollouts(
     columns: FloatColumns | None = None,
     to_bfloat16: bool = False,
     sample_fraction: float = 1.0,
+    part: int | None = None,
 ) -> Path:
     """Write one step's trajectories; the file appears complete or not at all.
 
     Args:
         columns: Some of `FLOAT_COLUMNS`.
         to_bfloat16: Round them.
-        sample_fraction: What `rollouts` are of the step's.
+        sample_fraction: What `rollouts` are of the step's, all parts together.
+        part: Number of the part that they are, of those that `write_parts` has asked for.
 
     Raises:
         ValueError: A column does not match the turns.
@@ -87,6 +91,8 @@ def write_rollouts(
         sample_fraction=sample_fraction,
     )
     path = rollout_file(folder, purpose=purpose, global_step=global_step)
+    if part is not None:
+        path = part_file(temporary_of(path), part)
     return _write(path, {"global_step": global_step, "purpose": purpose}, pairs_of(rollouts), columns or {}, facts)
 
 
@@ -102,12 +108,13 @@ def write_failed_rollouts(folder: Path, rollouts: Pairs, *, global_step: int, er
     path = rollout_file(folder, purpose=FAILED, global_step=global_step)
     step = {"global_step": global_step, "purpose": FAILED, "error": writable_text(error)}
     _write(path, step, rollouts, {}, StoreFacts())
-    rollout_file(folder, purpose="train", global_step=global_step).unlink(missing_ok=True)
+    remove_rollouts(rollout_file(folder, purpose="train", global_step=global_step))
     return path
 
 
 def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
-    """Return the batches of one file, by global step in the order of the file: Parquet, or JSON lines by another name.
+    """Return the batches of one file, by global step in the order of the file: Parquet, or JSON lines by another name. A
+    folder of parts holds what one file would.
 
     Raises:
         DataError: Names the file, the row or line and what is wrong with it.
@@ -127,8 +134,28 @@ def read_facts(path: Path) -> StoreFacts:
     """Return what a file says of itself. Raises DataError."""
     if path.suffix != SUFFIX:
         return StoreFacts()
+    path = read_parts(path).files[0]
     with _opened(path) as file:
         return _facts_of(path, file.metadata.metadata)
+
+
+def read_columns(path: Path, names: Sequence[str]) -> Any:
+    """Return those of the columns that a file or folder has, as a `pyarrow.Table` in the order of the batch. Raises
+    DataError as `read_parts` does, and what pyarrow raises for a damaged file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts, tables, wanted = read_parts(path), [], {*names, "turn"}
+    for file in parts.files:
+        with pq.ParquetFile(file) as opened:
+            tables.append(opened.read(columns=[name for name in opened.schema_arrow.names if name in wanted]))
+    if not parts.order:
+        return tables[0]
+    found = []
+    for table in tables:  # a trajectory begins where its turn is 0, or null
+        starts = [*np.flatnonzero(~(table["turn"].to_numpy() > 0)).tolist(), len(table)]
+        found.append(iter([table.slice(start, stop - start) for start, stop in pairwise(starts)]))
+    return pa.concat_tables(parts.merged(found))
 
 
 def _write(path: Path, step: Mapping[str, object], pairs: Pairs, columns: FloatColumns, facts: StoreFacts) -> Path:
@@ -136,7 +163,7 @@ def _write(path: Path, step: Mapping[str, object], pairs: Pairs, columns: FloatC
 
     encodings = dict.fromkeys(leaves("ids", "floats", "experts"), "BYTE_STREAM_SPLIT")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_of(path)
     try:
         with open(temporary, "wb") as file:
             with pyarrow.parquet.ParquetWriter(
@@ -334,7 +361,11 @@ def _facts_of(path: Path, metadata: Mapping[bytes, bytes] | None) -> StoreFacts:
 
 
 def _recorded(path: Path, *, allow_infinite: bool) -> Iterator[tuple[int, Prompt, Trajectory]]:
-    """Yield the trajectories of a file and their steps."""
+    """Yield the trajectories of a file, or of a folder, and their steps."""
+    parts = read_parts(path)
+    if parts.order:
+        yield from parts.merged([_recorded(file, allow_infinite=allow_infinite) for file in parts.files])
+        return
     rows: list[dict[str, Any]] = []
     begin = 1
     for number, row in enumerate(_rows(path), start=1):

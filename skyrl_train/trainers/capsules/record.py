@@ -5,7 +5,7 @@ OUTPUT_DIR/capsules/
     capsule.json         the facts below (`Capsule`)
     config.yaml          the run's configuration, secrets redacted
     batch.safetensors    the training batch as the update saw it: scored, with advantages; in supervised training closed
-    train_step_...       the step's rollouts: a hard link to the run's file, where the disk has such
+    train_step_...       the step's rollouts: hard links to the run's files, where the disk has such
     manifest.json        size and SHA-256 of every other file; written last
   states/step_000011/    models, optimizers and the loop's state after step 11, as a checkpoint holds them
   failed/step_000013/    the last step that was refused: the same, and the models as they were then, in one folder
@@ -78,8 +78,9 @@ class Capsule:
     config_sha256: str
     """Of `config.yaml`."""
     rollouts: str
-    """Name of the file in the same folder; empty where there is none."""
+    """Name of the file, or of the folder of its parts, in the same folder; empty where there is none."""
     rollouts_sha256: str
+    """Of that file, or of the index of the parts, which has their sums."""
     versions: Mapping[str, str]
     """Of Python and the libraries that arithmetic depends on."""
     git_commit: str

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from skyrl_train.batch import TrainingInputBatch
@@ -22,6 +22,7 @@ from skyrl_train.errors import BatchError, NonFiniteError, SkyrlTrainError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.telemetry import RunFolder, git_commit
 from skyrl_train.telemetry.logs import RunConsole
+from skyrl_train.telemetry.records import rollouts_sum
 from skyrl_train.trainers.capsules.record import (
     BATCH_FILE,
     CONFIG_FILE,
@@ -131,16 +132,14 @@ class CapsuleWriter:
             used = {span.image.key for spans in rows.metadata.images for span in spans}
             IMAGES.keep(sorted(used), self._folder.images)
         if rollouts is not None:
-            try:
-                os.link(rollouts, folder / rollouts.name)
-            except OSError:  # the disk has no second names for files
-                shutil.copyfile(rollouts, folder / rollouts.name)
+            copy = partial(shutil.copytree, copy_function=_link) if rollouts.is_dir() else _link
+            copy(rollouts, folder / rollouts.name)
         Capsule(
             step=step,
             seed=self._seed,
             config_sha256=sha256_of(folder / CONFIG_FILE),
             rollouts="" if rollouts is None else rollouts.name,
-            rollouts_sha256="" if rollouts is None else sha256_of(folder / rollouts.name),
+            rollouts_sha256="" if rollouts is None else rollouts_sum(folder / rollouts.name)[1],
             versions=library_versions(),
             git_commit=self._commit,
             metrics={name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()},
@@ -149,6 +148,13 @@ class CapsuleWriter:
             total_steps=self._total_steps,
             denominators=denominators,
         ).write(folder)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the disk has no second names for files
+        shutil.copyfile(source, target)
 
 
 def bad_inputs(rollouts: RolloutBatch | None) -> tuple[BadInput, ...]:

@@ -35,6 +35,7 @@ from skyrl_train.types import (
 )
 from skyrl_train.view.answers import Answers, to_json
 from skyrl_train.view.rollouts import RolloutIndex
+from tests.support.rollout_folders import in_parts
 from tests.support.view_runs import append_records, write_run
 
 Json = dict[str, Any]
@@ -367,6 +368,39 @@ def test_a_file_whose_texts_are_damaged_is_left_out_of_a_search(tmp_path: Path) 
     found = ask("trajectories", text="Question")
     assert {row["step"] for row in found["rows"]} == {2}
     assert "train_step_000001.parquet cannot be searched" in found["problems"][0]
+
+
+def test_a_step_in_parts_is_shown_as_one_in_a_file_is_and_left_out_where_a_part_is_missing(
+    ask: Asked, folder: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / folder.name))
+    step = in_parts(copy / "rollouts/train_step_000002.parquet")
+    (run,) = find_runs([copy])
+    (file,) = [each for each in run.rollout_files() if (each.purpose, each.step) == ("train", 2)]
+    assert file.num_bytes == sum(each.stat().st_size for each in step.glob("part-*"))
+    other = asked(tmp_path / "scratch", copy)
+
+    def answer(asked: Asked, path: str, **arguments: Any) -> Json:
+        """Without the time it took; rows that the query does not order by anything, in some order."""
+        found = {name: value for name, value in asked(path, **arguments).items() if name != "seconds"}
+        return {**found, "rows": sorted(map(json.dumps, found.get("rows", ())))}
+
+    for path, arguments in (
+        *(("facets", {}), ("failures", {}), ("findings", {}), ("groups", {"limit": 500})),
+        *(("trajectories", {"limit": 500}), ("trajectories", {"limit": 500, "text": "Question"})),
+    ):
+        assert answer(other, path, **arguments) == answer(ask, path, **arguments), path
+    shown = [row for row in ask("trajectories", limit=500)["rows"] if row["step"] == 2]
+    for row in shown:
+        key = {"purpose": row["purpose"], "step": 2, "uid": row["uid"], "sample": row["sample"]}
+        assert answer(other, "trajectory", **key) == answer(ask, "trajectory", **key)
+    assert len(shown) > 10
+    (step / "part-00001.parquet").unlink()
+    damaged = asked(tmp_path / "again", copy)
+    found = damaged("trajectories", limit=500)
+    assert [row for row in found["rows"] if (row["purpose"], row["step"]) == ("train", 2)] == []
+    assert ["part-00001.parquet" in problem for problem in found["problems"]] == [True]
+    assert any("part-00001.parquet" in problem for problem in damaged("findings")["problems"])
 
 
 def test_a_folder_without_anything_has_answers(tmp_path: Path) -> None:
