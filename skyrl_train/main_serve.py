@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--models-in-memory", type=_at_least_1, default=64, metavar="N", help="of which more wait in the folder"
     )
+    parser.add_argument(
+        "--full-for", default="", metavar="TENANT", help="who may train all weights of a model, one model at a time"
+    )
     args = parser.parse_intermixed_args(argv)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -74,6 +77,9 @@ def _serve(args: argparse.Namespace) -> None:
     keep_private(args.folder)
     tenants = read_keys(args.keys or _own_keys(args.folder))
     key = next(iter(tenants))
+    if args.full_for and args.full_for not in tenants.values():
+        rule, remedy = "must be a tenant of --keys", f"take one of {', '.join(sorted(set(tenants.values())))}"
+        raise ConfigError([Violation.of("--full-for", args.full_for, rule, remedy)])
 
     def announce(port: int, model: str) -> None:
         url = f"http://{args.host}:{port}"
@@ -94,6 +100,7 @@ def _serve(args: argparse.Namespace) -> None:
         max_bytes=args.max_bytes,
         max_requests=args.max_requests,
         models_in_memory=args.models_in_memory,
+        full_for=args.full_for,
         announce=announce,
     )
     config = runs.resolve(config).config

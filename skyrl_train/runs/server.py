@@ -30,6 +30,8 @@ class ServerSettings:
     max_bytes: int
     max_requests: int
     """The last three of each tenant, as `serve.Limits` has them."""
+    full_for: str = ""
+    """The tenant that may train all weights of a model; empty for nobody."""
     models_in_memory: int = 64
     """Of which more wait on disk until they are asked for."""
     announce: Callable[[int, str], None]
@@ -65,7 +67,10 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
         models = Models(learner, generator)
     name = settings.name or model_name(learner.model.path)
     limits = Limits(
-        max_adapters=settings.max_adapters, max_bytes=settings.max_bytes, max_requests=settings.max_requests
+        max_adapters=settings.max_adapters,
+        max_bytes=settings.max_bytes,
+        max_requests=settings.max_requests,
+        full_for=settings.full_for,
     )
     service = Service(
         models,

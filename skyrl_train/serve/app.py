@@ -21,6 +21,7 @@ from skyrl_train.errors import SaveError
 from skyrl_train.serve import wire
 from skyrl_train.serve.asked import Adam, Asked, Save, checked
 from skyrl_train.serve.counts import CONTENT_TYPE, as_prometheus
+from skyrl_train.serve.models import ModelFacts
 from skyrl_train.serve.records import KINDS, Checkpoint, Model, as_time
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.service import Service
@@ -214,10 +215,10 @@ class _Api:
         ]
 
     async def _capabilities(self, call: Call) -> Any:
-        del call
         facts = {"model_name": self._service.base_model, "max_context_length": self._service.max_length}
         models = [{**facts, "trainable": True, "sampleable": True}]
-        return {"supported_models": models, "not_supported": _NOT_SUPPORTED}
+        denied = () if self._service.limits.full_for == call.tenant else ("full_fine_tuning",)
+        return {"supported_models": models, "not_supported": [*_NOT_SUPPORTED, *denied]}
 
     async def metrics(self, call: Call) -> Any:
         """The tenant's numbers for Prometheus."""
@@ -252,8 +253,7 @@ class _Api:
             "type": "get_info",
             "model_id": model.model_id,
             "model_name": name,
-            "is_lora": True,
-            "lora_rank": model.facts.rank,
+            **_kind(model.facts),
             "model_data": {"arch": self._service.architecture, "model_name": name, "tokenizer_id": name},
         }
 
@@ -360,9 +360,8 @@ class _Api:
         facts = self._service.records.checkpoint(call.tenant, call.content.get("tinker_path")).facts
         return {
             "base_model": self._service.base_model,
-            "is_lora": True,
-            "lora_rank": facts.rank,
-            "train_unembed": False,
+            **_kind(facts),
+            "train_unembed": facts.is_full,
             "train_mlp": facts.train_mlp,
             "train_attn": facts.train_attn,
         }
@@ -404,13 +403,17 @@ class _Api:
             "training_run_id": model.model_id,
             "base_model": self._service.base_model,
             "model_owner": model.tenant,
-            "is_lora": True,
-            "lora_rank": model.facts.rank,
+            **_kind(model.facts),
             "last_request_time": as_time(model.last_request_at),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
             "user_metadata": model.metadata,
         }
+
+
+def _kind(facts: ModelFacts) -> dict[str, Any]:
+    """Whether a model is an adapter, and of which rank, as SDKs read it."""
+    return {"is_lora": not facts.is_full, "lora_rank": facts.rank or None}
 
 
 def _as_sent(kind: type[Asked], content: Mapping[str, Any], where: str) -> Mapping[str, Any]:

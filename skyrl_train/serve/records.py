@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal, TypeVar
 
-from skyrl_train.serve.models import AdapterFacts
+from skyrl_train.serve.models import ModelFacts
 from skyrl_train.serve.refusals import Refused, not_there
 
 Kind = Literal["training", "sampler", "external"]
@@ -74,7 +74,7 @@ class Checkpoint:
     """Below the server's folder, of numbers alone."""
     at: float
     num_bytes: int
-    facts: AdapterFacts
+    facts: ModelFacts
     metadata: Mapping[str, Any] | None = None
     is_named: bool = True
     """False for what a client samples from without having named it; such are not listed."""
@@ -90,13 +90,13 @@ class Checkpoint:
 
 @dataclass(kw_only=True)
 class Model:
-    """A training run: one adapter."""
+    """A training run: one adapter, or all weights of a copy of the base."""
 
     model_id: str
     tenant: str
     number: int
     """Counts models that have adapters; names of folders and adapters are made of it. -1 for a run of a copy."""
-    facts: AdapterFacts
+    facts: ModelFacts
     metadata: Mapping[str, Any] | None
     last_request_at: float
     next_seq: int = 1
@@ -220,7 +220,7 @@ class Records:
         )
 
     def add_model(
-        self, model_id: str, tenant: str, facts: AdapterFacts, at: float, *, number: int, metadata: Any = None
+        self, model_id: str, tenant: str, facts: ModelFacts, at: float, *, number: int, metadata: Any = None
     ) -> Model:
         """Record a new model of a tenant. `number`: its place in the order of creation, or -1 for what only holds copies."""
         model = Model(
@@ -258,7 +258,7 @@ class Records:
         )
         self.num_open[line["tenant"]] += 1
         if "facts" in content:
-            facts, number = AdapterFacts(**content["facts"]), self.num_adapters
+            facts, number = ModelFacts(**content["facts"]), self.num_adapters
             self.num_adapters += 1
             metadata = content.get("metadata")
             self.add_model(owner, line["tenant"], facts, line["at"], number=number, metadata=metadata)
@@ -320,7 +320,7 @@ def _own(table: Mapping[str, T], tenant: str, key: object, what: str) -> T:
 
 
 def _checkpoint(line: Mapping[str, Any]) -> Checkpoint:
-    return Checkpoint(**{**line, "facts": AdapterFacts(**line["facts"])})
+    return Checkpoint(**{**line, "facts": ModelFacts(**line["facts"])})
 
 
 def as_time(seconds: float) -> str:

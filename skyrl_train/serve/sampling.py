@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_train.inference import HFEngine
 from skyrl_train.serve.asked import Sample, checked
 from skyrl_train.serve.models import Models
 from skyrl_train.serve.records import Checkpoint, Request
@@ -59,6 +60,9 @@ class Sampling:
         """Return the message of the samples. Raises Refused, EngineError."""
         if checkpoint is None:
             return await self._run(request, "")
+        if checkpoint.facts.is_full:
+            async with self._models.full_weights(folder / checkpoint.folder) as engine:
+                return await self._run(request, "", engine)
         name = f"s{checkpoint.folder.replace('/', '-')}"
         await self._models.adapter_for(name, folder / checkpoint.folder, checkpoint.facts)
         try:
@@ -66,7 +70,7 @@ class Sampling:
         finally:
             self._models.release(name)
 
-    async def _generate(self, whole: GenerationRequest) -> GenerationOutput:
+    async def _generate(self, whole: GenerationRequest, engine: HFEngine) -> GenerationOutput:
         """Return a response that is asked for in parts, each with the tokens before it as its prompt."""
         most = whole.sampling.max_generate_length
         tokens: tuple[int, ...] = ()
@@ -79,13 +83,13 @@ class Sampling:
                 sampling=replace(whole.sampling, max_generate_length=min(size, most - len(tokens))),
                 seed=derive_seed(whole.seed, "part", len(tokens)) if tokens else whole.seed,
             )
-            output = await self._models.engine.generate(part)
+            output = await engine.generate(part)
             tokens, logprobs = tokens + output.token_ids, logprobs + output.logprobs
             if output.stop_reason is not StopReason.LENGTH or len(tokens) >= most:
                 return GenerationOutput(token_ids=tokens, logprobs=logprobs, stop_reason=output.stop_reason)
 
-    async def _run(self, request: Request, adapter: str) -> bytes:
-        asked, engine = checked(Sample, request.content, "asample"), self._models.engine
+    async def _run(self, request: Request, adapter: str, of_full: HFEngine | None = None) -> bytes:
+        asked, engine = checked(Sample, request.content, "asample"), of_full or self._models.engine
         tokens = tuple(tokens_of_json(asked.prompt).tolist())
         given = asked.sampling_params.seed
         seed = derive_seed(self._seed, request.request_id) if given is None else given
@@ -101,7 +105,7 @@ class Sampling:
             )
             for index in range(asked.num_samples)
         ]
-        outputs = await asyncio.gather(*map(self._generate, requests))
+        outputs = await asyncio.gather(*(self._generate(each, engine) for each in requests))
         scored, top, of_targets = None, asked.topk_prompt_logprobs, None
         named = None if asked.target_prompt_logprobs is None else targets_of_json(asked.target_prompt_logprobs)
         if top or asked.prompt_logprobs or named is not None:

@@ -155,13 +155,13 @@ class Scheduler:
         return request
 
     def _together_with(self, model: Model, request: Request) -> list[tuple[Model, Request]]:
-        """A request, and with a pass those of other models whose turn it is as well, as long as they are short."""
+        """A request, and with a pass of an adapter those of others whose turn it is as well, as long as they are short."""
         found, num_bytes = [(model, request)], len(request.body)
-        if not self._packs or request.verb not in PASSES:
+        if not self._packs or request.verb not in PASSES or model.facts.is_full:
             return found
         for other in self._records.models.values():
             also = None if other is model else self._next(other)
-            if also is None or also.verb not in PASSES or not other.is_in_memory:
+            if also is None or also.verb not in PASSES or not other.is_in_memory or other.facts.is_full:
                 continue
             if num_bytes + len(also.body) <= _TOGETHER_BYTES:
                 found.append((other, also))

@@ -20,7 +20,7 @@ from skyrl_train.serve.asked import Adam, Adapter, checked
 from skyrl_train.serve.checkpoints import Checkpoints
 from skyrl_train.serve.ledger import Ledger
 from skyrl_train.serve.limits import Limits
-from skyrl_train.serve.models import Models
+from skyrl_train.serve.models import ModelFacts, Models
 from skyrl_train.serve.records import MAKES_MODEL, Checkpoint, Outcome
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.sampling import Sampling
@@ -61,9 +61,9 @@ class Service:
         self._models, self._folder, self._seed = models, folder, seed
         self.ledger = Ledger(folder / "journal.jsonl")
         self.records = self.ledger.records
-        self._limits = limits or Limits()
-        self.checkpoints = Checkpoints(self.records, folder, self.ledger.note, base_model=base_model)
-        self._verbs = Verbs(models, self.records, folder, self._limits)
+        self.limits = limits or Limits()
+        self.checkpoints = Checkpoints(self.records, folder, self.ledger.note, models, base_model=base_model)
+        self._verbs = Verbs(models, self.records, folder, self.limits)
         self._sampling = Sampling(models, seed=seed)
         self._scheduler = Scheduler(
             self.ledger,
@@ -132,13 +132,14 @@ class Service:
     # What is promised
 
     async def create_model(self, tenant: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Promise a new adapter on the base model. Raises Refused for full fine-tuning, or another base."""
+        """Promise a new adapter on the base model, or, without `lora_config`, a copy of it of which all weights are trained.
+        Raises Refused."""
         model_id = self._new_model_id(tenant, content)
         self.require_base(content.get("base_model"))
-        if content.get("lora_config") is None:
-            raise Refused("create_model needs lora_config: full fine-tuning is not served yet")
         checked(Adam, content.get("optimizer_config") or {}, "optimizer_config")
-        facts = checked(Adapter, content["lora_config"], "lora_config").facts(derive_seed(self._seed, model_id))
+        lora, facts = content.get("lora_config"), ModelFacts(rank=0, seed=0)
+        if lora is not None:
+            facts = checked(Adapter, lora, "lora_config").facts(derive_seed(self._seed, model_id))
         made = {"facts": asdict(facts), "metadata": content.get("user_metadata")}
         return await self._promise(tenant, "create_model", model_id, 0, made)
 
@@ -155,7 +156,10 @@ class Service:
         """Return what is journaled of a `load_weights` into a model that is there. Raises Refused."""
         (checkpoint, loaded), model = self._loaded(tenant, content), self.records.model(tenant, content["model_id"])
         if model.facts.shape != checkpoint.facts.shape:
-            raise Refused(f"{checkpoint.path} is of an adapter of another rank or other layers than {model.model_id}")
+            raise Refused(
+                f"{checkpoint.path} is of an adapter of another rank or other layers than {model.model_id}, or one of the "
+                "two has all weights"
+            )
         return loaded
 
     def _loaded(self, tenant: str, content: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
@@ -213,9 +217,11 @@ class Service:
         """Accept a request, have it executed if it is a new one, and return what the client is promised."""
         model_id = owner if owner in self.records.models or seq == 0 else None
         if f"{owner}:{seq}" not in self.records.promises:
-            self._limits.require_turn(self.records, tenant)
+            self.limits.require_turn(self.records, tenant)
             if verb in MAKES_MODEL:
-                self._limits.require_adapter(self.records, tenant)
+                self.limits.require_adapter(self.records, tenant)
+                if ModelFacts(**content["facts"]).is_full:
+                    self.limits.require_full(self.records, tenant, self._models.full_bytes)
         request_id, request = await self.ledger.accept(tenant, verb, owner, seq, content, body)
         if request is not None:
             self._scheduler.begin(request)

@@ -88,14 +88,14 @@ class Verbs:
         ]
 
     async def restore(self, model: Model) -> None:
-        """Make the adapter, and bring it to its anchor. Raises CheckpointError, ModelError."""
+        """Make the model's learner, and bring it to its anchor. Raises CheckpointError, ModelError."""
         await self._call(self._models.create, model.name, model.facts)
         if model.anchor >= 0:
             folder = self._anchor(model, model.anchor)
             await self._call(lambda: self._models.load(model.name, folder, with_optimizer=True))
 
     async def put_away(self, model: Model) -> None:
-        """Take the adapter and its optimizer out of memory; its anchor has them."""
+        """Take the learner and its optimizer out of memory; its anchor has them."""
         await self._call(self._models.remove, model.name)
 
     def has_gradient(self, model: Model) -> bool:
