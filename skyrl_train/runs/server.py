@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config import RunConfig
-from skyrl_train.config.derived import LearnerSettings
+from skyrl_train.config import Config
+from skyrl_train.config.derived import learner_settings
 from skyrl_train.config.models import GeneratorConfig, PlacementConfig
 from skyrl_train.endpoints import listening
 from skyrl_train.errors import ConfigError, Violation
@@ -22,8 +22,6 @@ class ServerSettings:
     """Journal and adapters; one server at a time."""
     tenants: Mapping[str, str]
     """By key."""
-    name: str = ""
-    """The base model's name for clients; unless given, the last two parts of `model.path`."""
     host: str = "127.0.0.1"
     port: int = 0
     max_adapters: int
@@ -35,7 +33,7 @@ class ServerSettings:
     models_in_memory: int = 64
     """Of which more wait on disk until they are asked for."""
     announce: Callable[[int, str], None]
-    """Told the port and the name before the first request can be answered."""
+    """Told the port and the first base's name before the first request can be answered."""
 
 
 def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> None:
@@ -45,18 +43,19 @@ def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> No
         raise ConfigError([Violation.of("generator.backend", str(generator.backend), rule, remedy)])
 
 
-def serve(settings: ServerSettings, run: RunConfig, learner: LearnerSettings, generator: GeneratorConfig) -> None:
-    """Answers clients of Tinker's API until the process is told to end. Raises SkyrlTrainError for whatever the user can
-    fix."""
+def serve(settings: ServerSettings, bases: Mapping[str, Config]) -> None:
+    """Answers clients of Tinker's API until the process is told to end. `bases` are by their names for clients; the settings
+    of the first are the process's. Raises SkyrlTrainError for whatever the user can fix."""
     with uncollected():
         from skyrl_train.runs.task import prepare_process
 
+    run = next(iter(bases.values()))
     prepare_process(run)
     with open_folder(run).locked():
-        _listen(settings, learner, generator)
+        _listen(settings, bases, seed=run.seed)
 
 
-def _listen(settings: ServerSettings, learner: LearnerSettings, generator: GeneratorConfig) -> None:
+def _listen(settings: ServerSettings, bases: Mapping[str, Config], *, seed: int) -> None:
     """Answer until the process is told to end. Raises SkyrlTrainError: no schema of messages, no weights."""
     with uncollected():
         import uvicorn
@@ -64,8 +63,7 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
         from skyrl_train.serve import Limits, Models, RunFolders, Service, make_app, schema
 
         schema()  # raises where there is none, before models are loaded
-        models = Models(learner, generator)
-    name = settings.name or model_name(learner.model.path)
+        models = {name: Models(learner_settings(each, "policy"), each.generator) for name, each in bases.items()}
     limits = Limits(
         max_adapters=settings.max_adapters,
         max_bytes=settings.max_bytes,
@@ -75,12 +73,15 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
     service = Service(
         models,
         settings.folder,
-        base_model=name,
-        seed=learner.seed,
+        seed=seed,
         limits=limits,
         models_in_memory=settings.models_in_memory,
     )
-    shown = RunFolders(service.records, settings.folder, lambda tokens: str(models.tokenizer.decode(list(tokens))))
+
+    def text_of(base: str, tokens: Sequence[int]) -> str:
+        return str(service.bases.of(base).tokenizer.decode(list(tokens)))
+
+    shown = RunFolders(service.records, settings.folder, text_of)
     service.ledger.on_settled = shown.take
     listener = uvicorn.Config(
         make_app(service, settings.tenants),
@@ -92,7 +93,7 @@ def _listen(settings: ServerSettings, learner: LearnerSettings, generator: Gener
         timeout_graceful_shutdown=3,
     )
     socket = listener.bind_socket()
-    settings.announce(listening(socket), name)
+    settings.announce(listening(socket), next(iter(bases)))
     try:
         uvicorn.Server(listener).run(sockets=[socket])
     finally:

@@ -28,7 +28,7 @@ from skyrl_train.errors import CheckpointError, SkyrlTrainError
 from skyrl_train.learner import read_model
 from skyrl_train.model.lora import write_adapter
 from skyrl_train.serve.asked import Copy, TimeToLive, checked
-from skyrl_train.serve.models import ALPHA, Models
+from skyrl_train.serve.models import ALPHA, Bases
 from skyrl_train.serve.records import Checkpoint, Records, as_time
 from skyrl_train.serve.refusals import Refused, not_there
 
@@ -49,13 +49,10 @@ class Checkpoints:
         records: Records,
         folder: Path,
         note: Callable[[Mapping[str, Any]], Awaitable[None]],
-        models: Models,
-        *,
-        base_model: str,
+        bases: Bases,
     ) -> None:
         """`note` brings a line of the journal to disk and has the records take it."""
-        self._records, self._folder, self._note = records, folder, note
-        self._models, self._base_model = models, base_model
+        self._records, self._folder, self._note, self._bases = records, folder, note, bases
         self._secret = secrets.token_bytes(32)
         self._writing = asyncio.Lock()
 
@@ -150,13 +147,13 @@ class Checkpoints:
             return exported
         shutil.rmtree(unfinished, ignore_errors=True)
         if checkpoint.facts.is_full:
-            self._models.export(folder, unfinished)
+            self._bases.of(checkpoint.facts.base).export(folder, unfinished)
         else:
             lora = LoraConfig(rank=checkpoint.facts.rank, alpha=ALPHA)
             write_adapter(unfinished, dict(read_model(folder)), lora)
             config = unfinished / "adapter_config.json"
-            told = {**json.loads(config.read_bytes()), "base_model_name_or_path": self._base_model}
-            config.write_text(json.dumps(told, indent=1))
+            named = {"base_model_name_or_path": self._bases.name(checkpoint.facts.base)}
+            config.write_text(json.dumps({**json.loads(config.read_bytes()), **named}, indent=1))
         (unfinished / "README.md").unlink(missing_ok=True)
         names = [each.name for each in unfinished.iterdir()]
         (unfinished / "checkpoint_complete").touch()

@@ -43,7 +43,7 @@ class Limits:
         if there is not None:
             raise Refused(
                 f"all weights of {there.model_id} are trained, and of one model at a time, as they take {num_bytes} bytes "
-                "beside the base: unload_model takes it away, and its checkpoints stay"
+                "beside the base: POST unload_model with that model_id takes it away, and its checkpoints stay"
             )
 
     def require_room(self, records: Records, tenant: str) -> None:

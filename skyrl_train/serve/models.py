@@ -11,8 +11,9 @@ import shutil
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from skyrl_train.model import empty_causal_lm, load_tokenizer
 from skyrl_train.model.files import export_model
 from skyrl_train.model.sizes import read_config
 from skyrl_train.serve.examples import loss_of, rows_of
+from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
 from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import make_folder, sync_folder
@@ -51,6 +53,12 @@ class ModelFacts:
     seed: int
     train_attn: bool = True
     train_mlp: bool = True
+    base: str = ""
+    """Its base, as `Bases.recorded` has it."""
+
+    def line(self) -> dict[str, Any]:
+        """Return what is journaled: nothing of a base that has no name."""
+        return {name: value for name, value in asdict(self).items() if value != ""}
 
     @property
     def is_full(self) -> bool:
@@ -83,8 +91,44 @@ class Rows:
         return forward_backward_output(outputs, {"loss:sum": float(found.losses.sum())})
 
 
+class Bases:
+    """The base models of a server, by the names that clients know them by."""
+
+    def __init__(self, by_name: Mapping[str, Models]) -> None:
+        """The first is the one of whatever was recorded without a name."""
+        self.by_name, self._first = by_name, next(iter(by_name))
+
+    def recorded(self, name: object) -> str:
+        """Return how a base is recorded that a client names: without a name where it is the only one, which may be renamed.
+        Raises Refused for one that is not served."""
+        if str(name) not in self.by_name:
+            served = ", ".join(map(repr, self.by_name))
+            raise Refused(f"base_model {str(name)[:100]!r} is not served here; {served} is", status=404)
+        return str(name) if len(self.by_name) > 1 else ""
+
+    def name(self, recorded: str) -> str:
+        """Return the name of a base that was recorded."""
+        return recorded or self._first
+
+    def of(self, recorded: str) -> Models:
+        """Return a base that was recorded. Raises Refused for one that this server was started without."""
+        found = self.by_name.get(self.name(recorded))
+        if found is None:
+            message = (
+                f"its base model {recorded!r} is not served at present; the server has to be started with it (--also)"
+            )
+            raise Refused(message, status=503, category="server")
+        return found
+
+    def require_same(self, path: str, one: str, other: str) -> None:
+        """Raises Refused where a checkpoint at `path`, of the base `one`, would be loaded into a model of another."""
+        if self.name(one) != self.name(other):
+            message = f"{path} is of base_model {self.name(one)!r}, and fits no model of {self.name(other)!r}"
+            raise Refused(message)
+
+
 class Models:
-    """The base model, the adapters on it, and the base's own samples."""
+    """A base model, the adapters on it, and the base's own samples."""
 
     def __init__(self, settings: LearnerSettings, generator: GeneratorConfig) -> None:
         """Load them. Raises ModelError, EngineError."""

@@ -5,7 +5,7 @@ journal's lines, so that a server that starts again knows the same.
     {"accept": "9f..:train:0:7", "tenant": "ann", "verb": "forward_backward", "model": "9f..:train:0", "seq": 7, "at": 1.7e9,
      "digest": "5c..", "content": {}, "body": "base64"}                    before a promise is given
     {"outcome": "9f..:train:0:7", "message": "ForwardBackwardOutput", "data": "base64"}    or "json", or "error"
-    {"sampler": "9f..:sample:0", "tenant": "ann", "session": "9f..", "path": "tinker://..."}
+    {"sampler": "9f..:sample:0", "tenant": "ann", "session": "9f..", "path": "tinker://..."}      or null, and "base"
     {"anchor": "9f..:train:0", "seq": 40}      the model's state behind request 40 is on disk: replay begins there
     {"deleted": "tinker://..."}
     {"ttl": "tinker://...", "expires_at": 1.7e9}      or null, for ever
@@ -132,6 +132,8 @@ class Sampler:
     session_id: str
     path: str | None
     """None for the base model."""
+    base: str = ""
+    """As `Bases.recorded` has the base model that is sampled from; of a checkpoint its model tells."""
     follows: str | None = None
     """The model whose later saves of the kind `inflight` move it; None for weights that never change."""
     num_clones: int = 0
@@ -216,6 +218,7 @@ class Records:
             tenant=line["tenant"],
             session_id=line["session"],
             path=line["path"],
+            base=line.get("base", ""),
             follows=follows,
         )
 
@@ -290,6 +293,11 @@ class Records:
     def sampler(self, tenant: str, sampler_id: object) -> Sampler:
         """Return a tenant's sampler. Raises Refused where there is none of that id."""
         return _own(self.samplers, tenant, sampler_id, "sampler")
+
+    def base_of(self, sampler: Sampler) -> str:
+        """Return the base of what is sampled from, as it is recorded."""
+        model = self.models.get((sampler.path or "").removeprefix("tinker://").partition("/")[0])
+        return sampler.base if model is None else model.facts.base
 
     def promise(self, tenant: str, request_id: object) -> Promise:
         """Return what a tenant was promised."""

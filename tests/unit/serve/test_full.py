@@ -123,14 +123,16 @@ def test_two_passes_and_a_step_of_adamw_are_those_of_float64(ann: Caller, server
 def test_a_full_model_and_adapters_do_not_touch_each_other(ann: Caller, bob: Caller, server: Any) -> None:
     adapter, base = bob.model(), ann.send("create_sampling_session", {**asked(ann), "sampling_session_seq_id": 0})
     before = bob.logprobs(adapter, 1)
-    weights = {name: each.detach().clone() for name, each in server.service._models.learners.base_weights().items()}
+    weights = {
+        name: each.detach().clone() for name, each in server.service.bases.of("").learners.base_weights().items()
+    }
     drawn = ann.outcome(ann.sample(base["sampling_session_id"], 0))
     model = full_model(ann)
     assert ann.logprobs(model, 1) == pytest.approx(before, abs=1e-5), "it begins as its base"
     trained(ann, model, 2, count=3)
     assert bob.logprobs(adapter, 2) == before
     assert ann.outcome(ann.sample(base["sampling_session_id"], 0)) == drawn
-    assert all(each.equal(weights[name]) for name, each in server.service._models.learners.base_weights().items())
+    assert all(each.equal(weights[name]) for name, each in server.service.bases.of("").learners.base_weights().items())
     after = ann.logprobs(model, 8)
     trained(bob, adapter, 3)
     assert ann.logprobs(model, 9) == after
@@ -144,6 +146,7 @@ def test_another_tenant_is_refused_and_finds_nothing_of_it(ann: Caller, bob: Cal
     path = saved(ann, model, 1)
     assert "--full-for" in bob.send("create_model", asked(bob), status=403)["error"]
     assert "--full-for" in bob.send("create_model", {**asked(bob), "lora_config": None}, status=403)["error"]
+    assert "rank" in bob.send("create_model", {**asked(bob), "lora_config": {"rank": 0}}, status=400)["error"]
     sent = {"model_id": model, "seq_id": 2}
     bob.send("optim_step", {**sent, "adam_params": {}}, status=404)
     bob.send("save_weights", {**sent, "path": "two"}, status=404)
@@ -161,7 +164,7 @@ def test_one_at_a_time_and_a_retry_of_the_first_is_no_second(ann: Caller, server
     content = asked(ann)
     model = str(ann.done("create_model", content)["model_id"])
     assert ann.done("create_model", content)["model_id"] == model
-    count = sum(each.numel() for each in server.service._models.learners.base_weights().values())
+    count = sum(each.numel() for each in server.service.bases.of("").learners.base_weights().values())
     refused = ann.send("create_model", asked(ann), status=400)["error"]
     assert model in refused
     assert f" {16 * count} bytes" in refused
@@ -249,7 +252,7 @@ def test_it_waits_on_disk_while_others_compute_and_comes_back_the_same(tmp_path:
             ends.append(ann.logprobs(model, 3 + 3 * turn))
             trained(bob, adapter, 1 + 2 * turn)
             assert not http.service.records.models[model].is_in_memory
-            assert model not in http.service._models.learners._learners
+            assert model not in http.service.bases.of("").learners._learners
     with serving(tmp_path / "alone", "deterministic=true", limits=FOR_ANN) as http:
         ann = Caller(http)
         model = full_model(ann)
@@ -336,7 +339,7 @@ def test_a_learner_of_all_weights_is_freed_when_it_is_removed(server: Any) -> No
 
     from skyrl_train.config.models import OptimizerConfig
 
-    learners: AdapterLearners = server.service._models.learners
+    learners: AdapterLearners = server.service.bases.of("").learners
     made = learners.create_full("passing", OptimizerConfig(name="adamw"))
     made.optim_step(AdamWStep(lr=1e-3, betas=(0.9, 0.95), eps=1e-8))
     held = [weakref.ref(each) for each in made.engine.model.parameters()]

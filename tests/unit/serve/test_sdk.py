@@ -172,6 +172,9 @@ def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path, trains: dict[
         (["--keys", "nowhere"], "nowhere"),
         (["--port", "high"], "--port"),
         (["--full-for", "nobody"], "take one of owner"),
+        (["--also", "tests/other"], "write --also ORG/NAME model.path="),
+        (["--also", "tests/other", "model.path=builtin:tiny_qwen2", "seed=1"], "settings of a model"),
+        (["--also", "tests/other", "model.path=nowhere/at_all"], "nowhere/at_all"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_refused(tmp_path: Path, words: list[str], says: str) -> None:
@@ -179,6 +182,21 @@ def test_a_command_line_that_cannot_be_is_refused(tmp_path: Path, words: list[st
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+
+
+@pytest.mark.slow
+def test_another_base_has_a_name_and_settings_of_its_own(tmp_path: Path) -> None:
+    import httpx
+
+    from tests.support.serve_cases import Caller
+
+    server = Command(tmp_path / "served", "--also", "tests/other", "model.path=builtin:tiny_qwen2")
+    try:
+        url, key = server.variables["TINKER_BASE_URL"], server.variables["TINKER_API_KEY"]
+        told = Caller(httpx.Client(base_url=url, timeout=60), key).get("get_server_capabilities")
+    finally:
+        server.stop()
+    assert [each["model_name"] for each in told["supported_models"]] == ["builtin/tiny_qwen2", "tests/other"]
 
 
 def test_keys_are_lines_of_a_key_and_its_tenant(tmp_path: Path) -> None:
