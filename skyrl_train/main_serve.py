@@ -1,7 +1,8 @@
-"""`skyrl-serve model.path=... [GROUP=NAME ...] [KEY=VALUE ...]`: serves Tinker's API with one base model, on 127.0.0.1.
+"""`skyrl-serve model.path=... [GROUP=NAME ...] [KEY=VALUE ...]`: serves Tinker's API on 127.0.0.1.
 
-Settings are those of a training run, as far as they say what a model is and where it computes. What clients do is kept in
---folder: the same command with the same folder goes on where the server was, however it ended.
+Settings are those of a training run, as far as they say what a model is and where it computes. --also adds base models, with
+names and `model=` or `model.*` settings of their own. What clients do is kept in --folder: the same command with the same
+folder goes on where the server was, however it ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skyrl_train import config as schema, runs
-from skyrl_train.config import derived
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.runs import cli
 from skyrl_train.system import install_command
@@ -23,6 +23,7 @@ from skyrl_train.system.files import keep_private, write_atomically
 
 _NEEDED = ("tinker", "starlette", "uvicorn", "peft")
 _KEY = re.compile(r"(tml-\S{8,}) ([A-Za-z0-9._-]{1,64})")
+_OF_MODEL = re.compile(r"\+*model[=.]")
 _EXAMPLE = """
 export TINKER_BASE_URL={url} TINKER_API_KEY={key}
 
@@ -45,12 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--keys", type=Path, help="lines of a key and its tenant; one is made in the folder unless given"
     )
     parser.add_argument("--name", help="the base model's name for clients, ORG/NAME; unless given that of model.path")
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "model.KEY=VALUE"),
+        help="another base model, with the first one's other settings; behind them",
+    )
     each = "of each tenant, at most: "
     parser.add_argument("--max-adapters", type=_at_least_1, default=2000, help=f"{each}models that are not unloaded")
     parser.add_argument("--max-bytes", type=_at_least_1, default=256 << 30, help=f"{each}of its checkpoints on disk")
     parser.add_argument("--max-requests", type=_at_least_1, default=20_000, help=f"{each}requests without an outcome")
     parser.add_argument(
         "--models-in-memory", type=_at_least_1, default=64, metavar="N", help="of which more wait in the folder"
+    )
+    parser.add_argument(
+        "--full-for", default="", metavar="TENANT", help="who may train all weights of a model, one model at a time"
     )
     args = parser.parse_intermixed_args(argv)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
@@ -74,6 +86,9 @@ def _serve(args: argparse.Namespace) -> None:
     keep_private(args.folder)
     tenants = read_keys(args.keys or _own_keys(args.folder))
     key = next(iter(tenants))
+    if args.full_for and args.full_for not in tenants.values():
+        rule, remedy = "must be a tenant of --keys", f"take one of {', '.join(sorted(set(tenants.values())))}"
+        raise ConfigError([Violation.of("--full-for", args.full_for, rule, remedy)])
 
     def announce(port: int, model: str) -> None:
         url = f"http://{args.host}:{port}"
@@ -81,23 +96,28 @@ def _serve(args: argparse.Namespace) -> None:
         sys.stdout.flush()
 
     words = ["generator.sampling.temperature=1.0", *args.settings, f"output_dir={args.folder.absolute()}"]
-    config = cli.checked_config(words, config_name="config")
-    assert isinstance(config, schema.Config)
-    runs.require_served(config.generator, config.placement)
-    config = runs.resolve(config).config
+    bases = {}
+    for given, *own in [[args.name], *args.also]:
+        common = [word for word in words if not (own and _OF_MODEL.match(word))]
+        config = cli.checked_config([*common, *own], config_name="config")
+        assert isinstance(config, schema.Config)
+        name = given or runs.model_name(config.model.path)
+        if not all(map(_OF_MODEL.match, own)) or name in bases or (bases and not own):
+            rule, remedy = "must be a new name and settings of a model", "write --also ORG/NAME model.path=..."
+            raise ConfigError([Violation.of("--also", " ".join([name, *own]), rule, remedy)])
+        runs.require_served(config.generator, config.placement)
+        bases[name] = runs.resolve(config).config
     runs.serve(
-        config,
-        derived.learner_settings(config, "policy"),
-        config.generator,
+        bases,
         folder=args.folder,
         tenants=tenants,
-        name=args.name or "",
         host=args.host,
         port=args.port,
         max_adapters=args.max_adapters,
         max_bytes=args.max_bytes,
         max_requests=args.max_requests,
         models_in_memory=args.models_in_memory,
+        full_for=args.full_for,
         announce=announce,
     )
 

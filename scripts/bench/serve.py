@@ -77,7 +77,7 @@ async def _side(args: Any) -> dict[str, float]:
         )
         models = Models(learner_settings(config, "policy"), config.generator)
         base = _now_mib()
-        service = Service(models, Path(name), base_model="local/base", seed=0)
+        service = Service({"local/base": models}, Path(name), seed=0)
         await service.start()
         tenants = [Tenant(service, number, args) for number in range(args.tenants)]
         for each in tenants:

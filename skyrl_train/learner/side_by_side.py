@@ -1,4 +1,5 @@
-"""Several adapters on one base model, each a learner of its own: its parameters, its optimizer, its gradient.
+"""Several adapters on one base model, each a learner of its own: its parameters, its optimizer, its gradient. Beside them a
+copy of the base that is trained whole.
 
     base model, loaded once and frozen  --create-->  RowLossLearner "a", RowLossLearner "b", ...
 
@@ -8,6 +9,7 @@ parameters that they belong to, so that passes and steps of different learners m
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +93,13 @@ class AdapterLearners:
         self._learners[name] = self._learner(engine)
         return self._learners[name]
 
+    def create_full(self, name: str, optimizer: OptimizerConfig) -> RowLossLearner:
+        """Return a learner of all weights of a copy of the base, read anew, in float32. `name` is new. Raises ModelError."""
+        model = replace(self._settings.model, quantization="none")
+        settings = replace(self._settings, model=model, optimizer=optimizer)
+        self._learners[name] = self._learner(build_engine(settings, load=load_causal_lm, empty=empty_causal_lm))
+        return self._learners[name]
+
     def forward_losses(self, asked: Mapping[str, AdapterPass], *, backward: bool) -> dict[str, TokenLosses]:
         """As `RowLossLearner.forward_losses` of each adapter's rows under its loss, in one pass over all of them.
 
@@ -135,9 +144,12 @@ class AdapterLearners:
 
     def remove(self, name: str) -> None:
         """Forget a learner and free its memory."""
-        del self._learners[name]
-        attach_adapters(self.model, [name])
-        remove_adapter(self.model, name)
+        if self._learners.pop(name).engine.adapter:
+            attach_adapters(self.model, [name])
+            remove_adapter(self.model, name)
+        else:
+            gc.collect()  # the parts of an engine refer to each other in rings
+            self._base.offloader.release()
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return copies of an adapter's parameters, under the names that they would have as the only one."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from skyrl_train.config import RunConfig
-from skyrl_train.config.derived import LearnerSettings
+from skyrl_train.config import Config
+from skyrl_train.config.derived import learner_settings
 from skyrl_train.config.models import GeneratorConfig, PlacementConfig
 from skyrl_train.endpoints import listening
 from skyrl_train.errors import ConfigError, Violation
@@ -21,36 +21,36 @@ def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> No
 
 
 def serve(
-    run: RunConfig,
-    learner: LearnerSettings,
-    generator: GeneratorConfig,
+    bases: Mapping[str, Config],
     *,
     folder: Path,
     tenants: Mapping[str, str],
-    name: str,
     host: str,
     port: int,
     max_adapters: int,
     max_bytes: int,
     max_requests: int,
+    full_for: str,
     models_in_memory: int,
     announce: Callable[[int, str], None],
 ) -> None:
     """Answers clients of Tinker's API until the process is told to end.
 
     Args:
+        bases: By their names for clients; the settings of the first are the process's.
         folder: Journal and adapters; one server at a time.
         tenants: By key.
-        name: The base model's name for clients; empty: the last two parts of `model.path`.
         max_adapters: Of each tenant, as are `max_bytes` and `max_requests`; see `serve.Limits`.
+        full_for: The tenant that may train all weights of a model; empty for nobody.
         models_in_memory: Of which more wait on disk until they are asked for.
-        announce: Told the port and the name before the first request can be answered.
+        announce: Told the port and the first base's name before the first request can be answered.
 
     Raises SkyrlTrainError for whatever the user can fix: no schema of messages, no weights.
     """
     with uncollected():
         from skyrl_train.runs.task import prepare_process
 
+    name, run = next(iter(bases.items()))
     prepare_process(run)
     with open_folder(run).locked():
         with uncollected():
@@ -59,17 +59,14 @@ def serve(
             from skyrl_train.serve import Limits, Models, RunFolders, Service, make_app, schema
 
             schema()  # raises where there is none, before models are loaded
-            models = Models(learner, generator)
-        name = name or model_name(learner.model.path)
-        service = Service(
-            models,
-            folder,
-            base_model=name,
-            seed=learner.seed,
-            limits=Limits(max_adapters=max_adapters, max_bytes=max_bytes, max_requests=max_requests),
-            models_in_memory=models_in_memory,
-        )
-        shown = RunFolders(service.records, folder, lambda tokens: str(models.tokenizer.decode(list(tokens))))
+            models = {each: Models(learner_settings(of, "policy"), of.generator) for each, of in bases.items()}
+        limits = Limits(max_adapters=max_adapters, max_bytes=max_bytes, max_requests=max_requests, full_for=full_for)
+        service = Service(models, folder, seed=run.seed, limits=limits, models_in_memory=models_in_memory)
+
+        def text_of(base: str, tokens: Sequence[int]) -> str:
+            return str(service.bases.of(base).tokenizer.decode(list(tokens)))
+
+        shown = RunFolders(service.records, folder, text_of)
         service.ledger.on_settled = shown.take
         listener = uvicorn.Config(
             make_app(service, tenants),

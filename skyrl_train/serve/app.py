@@ -21,6 +21,7 @@ from skyrl_train.errors import SaveError
 from skyrl_train.serve import wire
 from skyrl_train.serve.asked import Adam, Asked, Save, checked
 from skyrl_train.serve.counts import CONTENT_TYPE, as_prometheus
+from skyrl_train.serve.models import ModelFacts
 from skyrl_train.serve.records import KINDS, Checkpoint, Model, as_time
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.service import Service
@@ -214,10 +215,12 @@ class _Api:
         ]
 
     async def _capabilities(self, call: Call) -> Any:
-        del call
-        facts = {"model_name": self._service.base_model, "max_context_length": self._service.max_length}
-        models = [{**facts, "trainable": True, "sampleable": True}]
-        return {"supported_models": models, "not_supported": _NOT_SUPPORTED}
+        models = [
+            {"model_name": name, "max_context_length": each.max_length, "trainable": True, "sampleable": True}
+            for name, each in self._service.bases.by_name.items()
+        ]
+        denied = () if self._service.limits.full_for == call.tenant else ("full_fine_tuning",)
+        return {"supported_models": models, "not_supported": [*_NOT_SUPPORTED, *denied]}
 
     async def metrics(self, call: Call) -> Any:
         """The tenant's numbers for Prometheus."""
@@ -247,14 +250,14 @@ class _Api:
 
     async def _info(self, call: Call) -> Any:
         model = self._service.records.model(call.tenant, call.content.get("model_id"))
-        name = self._service.base_model
+        bases, base = self._service.bases, model.facts.base
+        name = bases.name(base)
         return {
             "type": "get_info",
             "model_id": model.model_id,
             "model_name": name,
-            "is_lora": True,
-            "lora_rank": model.facts.rank,
-            "model_data": {"arch": self._service.architecture, "model_name": name, "tokenizer_id": name},
+            **_kind(model.facts),
+            "model_data": {"arch": bases.of(base).architecture, "model_name": name, "tokenizer_id": name},
         }
 
     async def _ordered(
@@ -335,7 +338,7 @@ class _Api:
 
     async def _sampler(self, call: Call) -> Any:
         sampler = self._service.records.sampler(call.tenant, call.path["sampler"])
-        base = self._service.base_model
+        base = self._service.bases.name(self._service.records.base_of(sampler))
         return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": sampler.path}
 
     async def _retrieve(self, call: Call) -> Any:
@@ -359,10 +362,9 @@ class _Api:
     async def _weights_info(self, call: Call) -> Any:
         facts = self._service.records.checkpoint(call.tenant, call.content.get("tinker_path")).facts
         return {
-            "base_model": self._service.base_model,
-            "is_lora": True,
-            "lora_rank": facts.rank,
-            "train_unembed": False,
+            "base_model": self._service.bases.name(facts.base),
+            **_kind(facts),
+            "train_unembed": facts.is_full,
             "train_mlp": facts.train_mlp,
             "train_attn": facts.train_attn,
         }
@@ -402,15 +404,19 @@ class _Api:
         }
         return {
             "training_run_id": model.model_id,
-            "base_model": self._service.base_model,
+            "base_model": self._service.bases.name(model.facts.base),
             "model_owner": model.tenant,
-            "is_lora": True,
-            "lora_rank": model.facts.rank,
+            **_kind(model.facts),
             "last_request_time": as_time(model.last_request_at),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
             "user_metadata": model.metadata,
         }
+
+
+def _kind(facts: ModelFacts) -> dict[str, Any]:
+    """Whether a model is an adapter, and of which rank, as SDKs read it."""
+    return {"is_lora": not facts.is_full, "lora_rank": facts.rank or None}
 
 
 def _as_sent(kind: type[Asked], content: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl_train.learner import AdamWStep
-from skyrl_train.serve.models import AdapterFacts
+from skyrl_train.serve.models import ModelFacts
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.system.files import shown
 from skyrl_train.types import SamplingParams
@@ -44,12 +44,12 @@ class Adapter(Asked):
     train_attn: bool = True
     train_mlp: bool = True
 
-    def facts(self, seed: int) -> AdapterFacts:
-        """Return the adapter, of this seed where the request states none. Raises Refused."""
+    def facts(self, seed: int, base: str) -> ModelFacts:
+        """Return the adapter on a base, of this seed where the request states none. Raises Refused."""
         if not self.train_attn and not self.train_mlp:
             raise Refused("lora_config: train_attn or train_mlp must be true; the output head is not adapted here")
         own = seed if self.seed is None else self.seed % 2**63
-        return AdapterFacts(rank=self.rank, seed=own, train_attn=self.train_attn, train_mlp=self.train_mlp)
+        return ModelFacts(rank=self.rank, seed=own, train_attn=self.train_attn, train_mlp=self.train_mlp, base=base)
 
 
 class Adam(Asked):

@@ -1,7 +1,7 @@
 """What becomes of checkpoints once they are saved: how long they live, copies of them, their files for others.
 
 A download is an address that needs no key, as SDKs read it: it is signed, names one file of one checkpoint, and ends after
-an hour, or with the process. The files are PEFT's: safetensors and JSON.
+an hour, or with the process. The files are PEFT's, or those of a whole model: safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from skyrl_train.errors import CheckpointError, SkyrlTrainError
 from skyrl_train.learner import read_model
 from skyrl_train.model.lora import write_adapter
 from skyrl_train.serve.asked import Copy, TimeToLive, checked
-from skyrl_train.serve.models import ALPHA
+from skyrl_train.serve.models import ALPHA, Bases
 from skyrl_train.serve.records import Checkpoint, Records, as_time
 from skyrl_train.serve.refusals import Refused, not_there
 
@@ -45,10 +45,14 @@ class Checkpoints:
     """Those of all tenants, on one event loop."""
 
     def __init__(
-        self, records: Records, folder: Path, note: Callable[[Mapping[str, Any]], Awaitable[None]], *, base_model: str
+        self,
+        records: Records,
+        folder: Path,
+        note: Callable[[Mapping[str, Any]], Awaitable[None]],
+        bases: Bases,
     ) -> None:
         """`note` brings a line of the journal to disk and has the records take it."""
-        self._records, self._folder, self._note, self._base_model = records, folder, note, base_model
+        self._records, self._folder, self._note, self._bases = records, folder, note, bases
         self._secret = secrets.token_bytes(32)
         self._writing = asyncio.Lock()
 
@@ -136,17 +140,20 @@ class Checkpoints:
         return hmac.new(self._secret, f"{expires} {below} {name}".encode(), hashlib.sha256).hexdigest()
 
     def _export(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint as PEFT reads it, and all of it as one file, unless it is there."""
+        """Write a checkpoint as PEFT or transformers read it, and all of it as one file, unless it is there."""
         folder = self._folder / checkpoint.folder
         exported, unfinished = folder / "peft", folder / ".peft.tmp"
         if exported.is_dir():
             return exported
         shutil.rmtree(unfinished, ignore_errors=True)
-        lora = LoraConfig(rank=checkpoint.facts.rank, alpha=ALPHA)
-        write_adapter(unfinished, dict(read_model(folder)), lora)
-        config = unfinished / "adapter_config.json"
-        told = {**json.loads(config.read_bytes()), "base_model_name_or_path": self._base_model}
-        config.write_text(json.dumps(told, indent=1))
+        if checkpoint.facts.is_full:
+            self._bases.of(checkpoint.facts.base).export(folder, unfinished)
+        else:
+            lora = LoraConfig(rank=checkpoint.facts.rank, alpha=ALPHA)
+            write_adapter(unfinished, dict(read_model(folder)), lora)
+            config = unfinished / "adapter_config.json"
+            named = {"base_model_name_or_path": self._bases.name(checkpoint.facts.base)}
+            config.write_text(json.dumps({**json.loads(config.read_bytes()), **named}, indent=1))
         (unfinished / "README.md").unlink(missing_ok=True)
         names = [each.name for each in unfinished.iterdir()]
         (unfinished / "checkpoint_complete").touch()

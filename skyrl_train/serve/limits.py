@@ -18,6 +18,8 @@ class Limits:
     """Of checkpoints on disk, those of samplers among them. It is looked at before each save, which may go beyond it."""
     max_requests: int = 20_000
     """Promised and without an outcome."""
+    full_for: str = ""
+    """The tenant that may train all weights of a model, one at a time; empty for nobody."""
 
     def require_adapter(self, records: Records, tenant: str) -> None:
         """Raises Refused where a tenant has as many adapters as it may."""
@@ -26,6 +28,22 @@ class Limits:
             raise Refused(
                 f"{count} models of yours are there, of {self.max_adapters} at most (--max-adapters): unload_model takes "
                 "one away, and its checkpoints stay"
+            )
+
+    def require_full(self, records: Records, tenant: str, num_bytes: int) -> None:
+        """Raises Refused for another tenant than the one that may train all weights, and where that trains them already.
+        `num_bytes`: what they take, with gradients and averages."""
+        if not self.full_for or tenant != self.full_for:
+            raise Refused(
+                "full fine-tuning is not allowed for this key: send lora_config, or have the server started with --full-for "
+                "and your tenant's name",
+                status=403,
+            )
+        there = next((each for each in records.models.values() if each.is_loaded and each.facts.is_full), None)
+        if there is not None:
+            raise Refused(
+                f"all weights of {there.model_id} are trained, and of one model at a time, as they take {num_bytes} bytes "
+                "beside the base: POST unload_model with that model_id takes it away, and its checkpoints stay"
             )
 
     def require_room(self, records: Records, tenant: str) -> None:

@@ -1,4 +1,5 @@
-"""What the server computes with: learners of adapters on one base, and the engine that samples from what they saved.
+"""What the server computes with: learners of adapters on one base, and of a copy of it of which all weights are trained; the
+engines that sample from what they saved.
 
 Everything here blocks, or belongs to the engine's loop; `service.py` decides what is called when.
 """
@@ -8,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from skyrl_train.batch.steps import TargetRows
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -22,10 +26,13 @@ from skyrl_train.config.models import GeneratorConfig, LoraConfig, OptimizerConf
 from skyrl_train.errors import NonFiniteError, SaveError
 from skyrl_train.inference import HFEngine, load_for_engine
 from skyrl_train.learner import AdamWStep, AdapterLearners, AdapterPass, RowLossLearner, TokenLosses, read_model
-from skyrl_train.model import load_tokenizer
+from skyrl_train.model import empty_causal_lm, load_tokenizer
+from skyrl_train.model.files import export_model
 from skyrl_train.model.sizes import read_config
 from skyrl_train.serve.examples import loss_of, rows_of
+from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
+from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import make_folder, sync_folder
 from skyrl_train.telemetry import to_values
 
@@ -34,20 +41,33 @@ ALPHA = 32.0
 _ADAPTERS_IN_ENGINE = 16
 _GATHER_S = 0.005
 """How long the engine waits for another request before it begins a batch."""
+_CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterFacts:
-    """What an adapter is, as it is journaled and as a checkpoint states it."""
+class ModelFacts:
+    """What a model is beside its base, as it is journaled and as a checkpoint states it."""
 
     rank: int
+    """Of its adapter; 0 for a model of which all weights are trained."""
     seed: int
     train_attn: bool = True
     train_mlp: bool = True
+    base: str = ""
+    """Its base, as `Bases.recorded` has it."""
+
+    def line(self) -> dict[str, Any]:
+        """Return what is journaled: nothing of a base that has no name."""
+        return {name: value for name, value in asdict(self).items() if value != ""}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained, rather than an adapter."""
+        return self.rank == 0
 
     @property
     def shape(self) -> tuple[int, bool, bool]:
-        """What adapters have in common whose tensors fit one another."""
+        """What models have in common whose tensors fit one another."""
         return self.rank, self.train_attn, self.train_mlp
 
 
@@ -71,22 +91,56 @@ class Rows:
         return forward_backward_output(outputs, {"loss:sum": float(found.losses.sum())})
 
 
+class Bases:
+    """The base models of a server, by the names that clients know them by."""
+
+    def __init__(self, by_name: Mapping[str, Models]) -> None:
+        """The first is the one of whatever was recorded without a name."""
+        self.by_name, self._first = by_name, next(iter(by_name))
+
+    def recorded(self, name: object) -> str:
+        """Return how a base is recorded that a client names: without a name where it is the only one, which may be renamed.
+        Raises Refused for one that is not served."""
+        if str(name) not in self.by_name:
+            served = ", ".join(map(repr, self.by_name))
+            raise Refused(f"base_model {str(name)[:100]!r} is not served here; {served} is", status=404)
+        return str(name) if len(self.by_name) > 1 else ""
+
+    def name(self, recorded: str) -> str:
+        """Return the name of a base that was recorded."""
+        return recorded or self._first
+
+    def of(self, recorded: str) -> Models:
+        """Return a base that was recorded. Raises Refused for one that this server was started without."""
+        found = self.by_name.get(self.name(recorded))
+        if found is None:
+            message = (
+                f"its base model {recorded!r} is not served at present; the server has to be started with it (--also)"
+            )
+            raise Refused(message, status=503, category="server")
+        return found
+
+    def require_same(self, path: str, one: str, other: str) -> None:
+        """Raises Refused where a checkpoint at `path`, of the base `one`, would be loaded into a model of another."""
+        if self.name(one) != self.name(other):
+            message = f"{path} is of base_model {self.name(one)!r}, and fits no model of {self.name(other)!r}"
+            raise Refused(message)
+
+
 class Models:
-    """The base model, the adapters on it, and the base's own samples."""
+    """A base model, the adapters on it, and the base's own samples."""
 
     def __init__(self, settings: LearnerSettings, generator: GeneratorConfig) -> None:
         """Load them. Raises ModelError, EngineError."""
+        self._settings, self._generator = settings, generator
         self.learners = AdapterLearners(settings)
+        self._base_weights = self.learners.base_weights()
         self._trained: dict[str, RowLossLearner] = {}
         self.is_deterministic = settings.deterministic
-        self.tokenizer = tokenizer = load_tokenizer(settings.model)
-        self.engine = HFEngine(
-            load_for_engine(settings.model, settings.platform.device),
-            tokenizer,
-            max_batch_size=1 if settings.deterministic else generator.max_batch_size,
-            gather_s=0.0 if settings.deterministic else _GATHER_S,
-        )
-        self.engine.share_weights(self.learners.base_weights())
+        self.tokenizer = load_tokenizer(settings.model)
+        self.engine = self._new_engine()
+        self.engine.share_weights(self._base_weights)
+        self._full_engine = _FullEngine()
         architecture = read_config(settings.model.path, revision=settings.model.revision)
         self.architecture = str(architecture.get("model_type", "unknown"))
         text = self.learners.model.config.get_text_config()
@@ -96,16 +150,24 @@ class Models:
         self._in_use: dict[str, int] = {}
         self._loading = asyncio.Lock()
 
-    def create(self, name: str, facts: AdapterFacts) -> None:
-        """Make an adapter and its optimizer, if they are not there. Raises ModelError."""
+    @property
+    def full_bytes(self) -> int:
+        """What is taken where all weights are trained: they, their gradients and AdamW's two averages, in float32."""
+        return sum(16 * weight.numel() for weight in self._base_weights.values())
+
+    def create(self, name: str, facts: ModelFacts) -> None:
+        """Make a model's learner and its optimizer, if they are not there. Raises ModelError."""
         if name in self._trained:
             return
-        self._trained[name] = self.learners.create(
-            name, self._lora(facts), seed=facts.seed, optimizer=OptimizerConfig(name="adamw")
-        )
+        optimizer = OptimizerConfig(name="adamw")
+        if facts.is_full:
+            self._trained[name] = self.learners.create_full(name, optimizer)
+        else:
+            lora = self._lora(facts)
+            self._trained[name] = self.learners.create(name, lora, seed=facts.seed, optimizer=optimizer)
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, its optimizer and what they hold on the device, if it is there."""
+        """Forget a model's learner, its optimizer and what they hold on the device, if it is there."""
         if self._trained.pop(name, None) is not None:
             self.learners.remove(name)
 
@@ -144,7 +206,8 @@ class Models:
         return {f"{key.rpartition('/')[2]}:mean": value for key, value in metrics.items()}
 
     def save(self, name: str, folder: Path, *, with_optimizer: bool) -> int:
-        """Write the adapter into a new folder, which is there whole or not at all; returns its bytes. Raises SaveError."""
+        """Write the adapter, or all weights, into a new folder, there whole or not at all; returns its bytes. Raises
+        SaveError."""
         unfinished = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
@@ -166,7 +229,7 @@ class Models:
         """Take the state of a folder, and drop a gradient. Raises CheckpointError."""
         self._trained[name].load(folder, with_optimizer=with_optimizer)
 
-    async def adapter_for(self, sampler: str, folder: Path, facts: AdapterFacts) -> None:
+    async def adapter_for(self, sampler: str, folder: Path, facts: ModelFacts) -> None:
         """Have the engine answer with what was saved in `folder` under the name `sampler`, until `release`."""
         wanted = [sampler]
         taking = asyncio.create_task(self._take(sampler, folder, facts, wanted))
@@ -178,7 +241,7 @@ class Models:
                 self.release(sampler)
             raise
 
-    async def _take(self, sampler: str, folder: Path, facts: AdapterFacts, wanted: list[str]) -> None:
+    async def _take(self, sampler: str, folder: Path, facts: ModelFacts, wanted: list[str]) -> None:
         """`wanted` is empty when nobody waits for it any more, and it is not loaded, or not held, then."""
         async with self._loading:
             if wanted and sampler not in self._in_engine:
@@ -199,10 +262,81 @@ class Models:
         if not self._in_use[sampler]:
             del self._in_use[sampler]
 
+    @asynccontextmanager
+    async def full_weights(self, folder: Path) -> AsyncIterator[HFEngine]:
+        """Within it, the engine that is given answers with all weights that were saved in `folder`."""
+
+        def loaded(engine: HFEngine | None) -> HFEngine:
+            made = engine or self._new_engine()
+            saved = self._all_weights(folder)
+            made.load_weights({name: saved[name] for name in self._base_weights}.items(), version=0)
+            return made
+
+        async with self._full_engine.holding(folder, loaded) as engine:
+            yield engine
+
+    def export(self, saved: Path, folder: Path) -> None:
+        """Write all weights that were saved, as `from_pretrained` reads them. Raises CheckpointError, ModelError."""
+        model = self._settings.model
+        export_model(folder, empty_causal_lm(model), self._all_weights(saved), model)
+
     def close(self) -> None:
         """Raises DeadlineError."""
+        self._full_engine.close()
         self.engine.close()
 
-    def _lora(self, facts: AdapterFacts) -> LoraConfig:
+    def _all_weights(self, saved: Path) -> dict[str, Tensor]:
+        """What was saved, and the base's own parameters where some stayed frozen (`model.freeze`)."""
+        return {**{name: weight.detach() for name, weight in self._base_weights.items()}, **read_model(saved)}
+
+    def _new_engine(self) -> HFEngine:
+        settings = self._settings
+        return HFEngine(
+            load_for_engine(settings.model, settings.platform.device),
+            self.tokenizer,
+            max_batch_size=1 if settings.deterministic else self._generator.max_batch_size,
+            gather_s=0.0 if settings.deterministic else _GATHER_S,
+        )
+
+    def _lora(self, facts: ModelFacts) -> LoraConfig:
         targets = self.learners.targets(attention=facts.train_attn, mlp=facts.train_mlp)
         return LoraConfig(rank=facts.rank, alpha=ALPHA, targets=targets)
+
+
+class _FullEngine:
+    """An engine, made when it is first asked for, that holds all weights of one checkpoint at a time. On one event loop."""
+
+    def __init__(self) -> None:
+        self._engine: HFEngine | None = None
+        self._held: Path | None = None
+        self._turn, self._num_users, self._idle = asyncio.Lock(), 0, asyncio.Event()
+        self._thread = WorkerThread("full-engine")
+        """Loads one after the other: of one that nobody waits for any more it is not known when it ends."""
+
+    @asynccontextmanager
+    async def holding(self, folder: Path, load: Callable[[HFEngine | None], HFEngine]) -> AsyncIterator[HFEngine]:
+        """Within it, the engine that is given has what `load` gave it; others wait for it in the order of asking."""
+        async with self._turn:
+            if self._held != folder:
+                while self._num_users:
+                    self._idle.clear()
+                    await self._idle.wait()
+                self._held = None
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._load, load)
+                self._held = folder
+            assert self._engine is not None, "it was loaded"
+            self._num_users += 1
+        try:
+            yield self._engine
+        finally:
+            self._num_users -= 1
+            self._idle.set()
+
+    def _load(self, load: Callable[[HFEngine | None], HFEngine]) -> None:
+        self._engine = load(self._engine)
+
+    def close(self) -> None:
+        """Raises DeadlineError."""
+        self._thread.close(_CLOSE_TIMEOUT_S)
+        if self._engine is not None:
+            self._engine.close()

@@ -5,7 +5,7 @@ journal's lines, so that a server that starts again knows the same.
     {"accept": "9f..:train:0:7", "tenant": "ann", "verb": "forward_backward", "model": "9f..:train:0", "seq": 7, "at": 1.7e9,
      "digest": "5c..", "content": {}, "body": "base64"}                    before a promise is given
     {"outcome": "9f..:train:0:7", "message": "ForwardBackwardOutput", "data": "base64"}    or "json", or "error"
-    {"sampler": "9f..:sample:0", "tenant": "ann", "session": "9f..", "path": "tinker://..."}
+    {"sampler": "9f..:sample:0", "tenant": "ann", "session": "9f..", "path": "tinker://..."}      or null, and "base"
     {"anchor": "9f..:train:0", "seq": 40}      the model's state behind request 40 is on disk: replay begins there
     {"deleted": "tinker://..."}
     {"ttl": "tinker://...", "expires_at": 1.7e9}      or null, for ever
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal, TypeVar
 
-from skyrl_train.serve.models import AdapterFacts
+from skyrl_train.serve.models import ModelFacts
 from skyrl_train.serve.refusals import Refused, not_there
 
 Kind = Literal["training", "sampler", "external"]
@@ -74,7 +74,7 @@ class Checkpoint:
     """Below the server's folder, of numbers alone."""
     at: float
     num_bytes: int
-    facts: AdapterFacts
+    facts: ModelFacts
     metadata: Mapping[str, Any] | None = None
     is_named: bool = True
     """False for what a client samples from without having named it; such are not listed."""
@@ -90,13 +90,13 @@ class Checkpoint:
 
 @dataclass(kw_only=True)
 class Model:
-    """A training run: one adapter."""
+    """A training run: one adapter, or all weights of a copy of the base."""
 
     model_id: str
     tenant: str
     number: int
     """Counts models that have adapters; names of folders and adapters are made of it. -1 for a run of a copy."""
-    facts: AdapterFacts
+    facts: ModelFacts
     metadata: Mapping[str, Any] | None
     last_request_at: float
     next_seq: int = 1
@@ -132,6 +132,8 @@ class Sampler:
     session_id: str
     path: str | None
     """None for the base model."""
+    base: str = ""
+    """As `Bases.recorded` has the base model that is sampled from; of a checkpoint its model tells."""
     follows: str | None = None
     """The model whose later saves of the kind `inflight` move it; None for weights that never change."""
     num_clones: int = 0
@@ -216,11 +218,12 @@ class Records:
             tenant=line["tenant"],
             session_id=line["session"],
             path=line["path"],
+            base=line.get("base", ""),
             follows=follows,
         )
 
     def add_model(
-        self, model_id: str, tenant: str, facts: AdapterFacts, at: float, *, number: int, metadata: Any = None
+        self, model_id: str, tenant: str, facts: ModelFacts, at: float, *, number: int, metadata: Any = None
     ) -> Model:
         """Record a new model of a tenant. `number`: its place in the order of creation, or -1 for what only holds copies."""
         model = Model(
@@ -258,7 +261,7 @@ class Records:
         )
         self.num_open[line["tenant"]] += 1
         if "facts" in content:
-            facts, number = AdapterFacts(**content["facts"]), self.num_adapters
+            facts, number = ModelFacts(**content["facts"]), self.num_adapters
             self.num_adapters += 1
             metadata = content.get("metadata")
             self.add_model(owner, line["tenant"], facts, line["at"], number=number, metadata=metadata)
@@ -291,6 +294,11 @@ class Records:
         """Return a tenant's sampler. Raises Refused where there is none of that id."""
         return _own(self.samplers, tenant, sampler_id, "sampler")
 
+    def base_of(self, sampler: Sampler) -> str:
+        """Return the base of what is sampled from, as it is recorded."""
+        model = self.models.get((sampler.path or "").removeprefix("tinker://").partition("/")[0])
+        return sampler.base if model is None else model.facts.base
+
     def promise(self, tenant: str, request_id: object) -> Promise:
         """Return what a tenant was promised."""
         return _own(self.promises, tenant, request_id, "request")
@@ -320,7 +328,7 @@ def _own(table: Mapping[str, T], tenant: str, key: object, what: str) -> T:
 
 
 def _checkpoint(line: Mapping[str, Any]) -> Checkpoint:
-    return Checkpoint(**{**line, "facts": AdapterFacts(**line["facts"])})
+    return Checkpoint(**{**line, "facts": ModelFacts(**line["facts"])})
 
 
 def as_time(seconds: float) -> str:

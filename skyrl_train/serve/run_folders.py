@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ class _Shown:
 class RunFolders:
     """Writes them, on a thread of its own."""
 
-    def __init__(self, records: Records, folder: Path, text_of: Callable[[Sequence[int]], str]) -> None:
-        """`folder`: of the server; `text_of` decodes tokens."""
+    def __init__(self, records: Records, folder: Path, text_of: Callable[[str, Sequence[int]], str]) -> None:
+        """`folder`: of the server; `text_of` decodes tokens of a base, as it is recorded."""
         self._records, self._folder, self._text_of = records, folder / "runs", text_of
         self._shown: dict[str, _Shown] = {}
         self._thread = WorkerThread("run-folders")
@@ -95,7 +95,7 @@ class RunFolders:
     def _open(self, model: Model) -> _Shown:
         folder = RunFolder(self._folder / f"{model.tenant}-{model.number:06d}")
         make_folder(folder.samples)
-        facts = {"tenant": model.tenant, "model_id": model.model_id, **asdict(model.facts)}
+        facts = {"tenant": model.tenant, "model_id": model.model_id, **model.facts.line()}
         write_json(folder.config_file, {**facts, "user_metadata": model.metadata})
         (folder.root / ".lock").write_text(str(os.getpid()))
         steps = [record["step"] for record in read_metrics(folder.metrics_file, keeps=lambda _: False)]
@@ -128,7 +128,8 @@ class RunFolders:
 
     def _sample(self, shown: _Shown, request: Request, line: Mapping[str, Any], num_open: int) -> None:
         del num_open
-        prompt = self._text_of(tokens_of_json(request.content["prompt"]).tolist())
+        base = self._records.base_of(self._records.samplers[request.owner])
+        prompt = self._text_of(base, tokens_of_json(request.content["prompt"]).tolist())
         sequences = as_json(line["message"], base64.b64decode(line["data"]))["sequences"]
         room = max(0, _SAMPLES_A_STEP - shown.num_samples)
         lines = [
@@ -137,7 +138,7 @@ class RunFolders:
                     "set": request.owner,
                     "example": f"{request.seq}:{number}",
                     "prompt": prompt,
-                    "answer": self._text_of(each["tokens"]),
+                    "answer": self._text_of(base, each["tokens"]),
                     "stop_reason": each["stop_reason"],
                 }
             )

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_train.inference import HFEngine
 from skyrl_train.serve.asked import Sample, checked
-from skyrl_train.serve.models import Models
-from skyrl_train.serve.records import Checkpoint, Request
+from skyrl_train.serve.models import Bases, Models
+from skyrl_train.serve.records import Records, Request, Sampler
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import sample_response, targets_of_json, tokens_of_json
 from skyrl_train.system import derive_seed
@@ -29,20 +30,21 @@ comes then waits for so many tokens, however long responses are."""
 class Sampling:
     """Draws the samples that clients ask for with the engine."""
 
-    def __init__(self, models: Models, *, seed: int) -> None:
-        self._models, self._seed = models, seed
+    def __init__(self, bases: Bases, records: Records, folder: Path, *, seed: int) -> None:
+        self._bases, self._records, self._folder, self._seed = bases, records, folder, seed
 
-    def check(self, content: Mapping[str, Any]) -> Sample:
+    def check(self, sampler: Sampler, content: Mapping[str, Any]) -> Sample:
         """Return what is asked for. Raises Refused for what no engine could answer."""
+        models = self._bases.of(self._records.base_of(sampler))
         if refused := [name for name in _NOT_SERVED if content.get(name)]:
             raise Refused(f"{refused[0]} is not served; prompt_logprobs, topk_ and target_prompt_logprobs are")
         asked = checked(Sample, content, "asample")
-        tokens, vocabulary = tokens_of_json(asked.prompt), self._models.vocabulary
+        tokens, vocabulary = tokens_of_json(asked.prompt), models.vocabulary
         size = len(tokens)
         if not size or not 0 <= tokens.min() <= tokens.max() < vocabulary:
             raise Refused(f"prompt must have at least one token, and token ids from 0 to {vocabulary - 1}")
-        if size >= self._models.max_length:
-            raise Refused(f"a prompt of {size} tokens leaves no room in a context of {self._models.max_length}")
+        if size >= models.max_length:
+            raise Refused(f"a prompt of {size} tokens leaves no room in a context of {models.max_length}")
         if asked.prompt_logprobs_last_n is not None and asked.prompt_logprobs_last_n >= size:
             raise Refused(f"prompt_logprobs_last_n must be at most {size - 1}")
         if asked.target_prompt_logprobs is not None:
@@ -55,18 +57,25 @@ class Sampling:
                 )
         return asked
 
-    async def run(self, request: Request, checkpoint: Checkpoint | None, folder: Path) -> bytes:
+    async def run(self, request: Request) -> bytes:
         """Return the message of the samples. Raises Refused, EngineError."""
-        if checkpoint is None:
-            return await self._run(request, "")
+        sampler = self._records.samplers[request.owner]
+        models = self._bases.of(self._records.base_of(sampler))
+        if sampler.path is None:
+            return await self._run(request, models, models.engine)
+        checkpoint = self._records.checkpoint(sampler.tenant, sampler.path)
+        folder = self._folder / checkpoint.folder
+        if checkpoint.facts.is_full:
+            async with models.full_weights(folder) as engine:
+                return await self._run(request, models, engine)
         name = f"s{checkpoint.folder.replace('/', '-')}"
-        await self._models.adapter_for(name, folder / checkpoint.folder, checkpoint.facts)
+        await models.adapter_for(name, folder, checkpoint.facts)
         try:
-            return await self._run(request, name)
+            return await self._run(request, models, models.engine, name)
         finally:
-            self._models.release(name)
+            models.release(name)
 
-    async def _generate(self, whole: GenerationRequest) -> GenerationOutput:
+    async def _generate(self, whole: GenerationRequest, engine: HFEngine) -> GenerationOutput:
         """Return a response that is asked for in parts, each with the tokens before it as its prompt."""
         most = whole.sampling.max_generate_length
         tokens: tuple[int, ...] = ()
@@ -79,13 +88,13 @@ class Sampling:
                 sampling=replace(whole.sampling, max_generate_length=min(size, most - len(tokens))),
                 seed=derive_seed(whole.seed, "part", len(tokens)) if tokens else whole.seed,
             )
-            output = await self._models.engine.generate(part)
+            output = await engine.generate(part)
             tokens, logprobs = tokens + output.token_ids, logprobs + output.logprobs
             if output.stop_reason is not StopReason.LENGTH or len(tokens) >= most:
                 return GenerationOutput(token_ids=tokens, logprobs=logprobs, stop_reason=output.stop_reason)
 
-    async def _run(self, request: Request, adapter: str) -> bytes:
-        asked, engine = checked(Sample, request.content, "asample"), self._models.engine
+    async def _run(self, request: Request, models: Models, engine: HFEngine, adapter: str = "") -> bytes:
+        asked = checked(Sample, request.content, "asample")
         tokens = tuple(tokens_of_json(asked.prompt).tolist())
         given = asked.sampling_params.seed
         seed = derive_seed(self._seed, request.request_id) if given is None else given
@@ -93,7 +102,7 @@ class Sampling:
             GenerationRequest(
                 request_id=f"{request.request_id}:{index:04d}",
                 prompt_token_ids=tokens,
-                sampling=asked.sampling_params.sampling(self._models.max_length - len(tokens)),
+                sampling=asked.sampling_params.sampling(models.max_length - len(tokens)),
                 seed=derive_seed(seed, "sample", index),
                 adapter=adapter,
                 stop_token_ids=asked.sampling_params.stop_token_ids,
@@ -101,7 +110,7 @@ class Sampling:
             )
             for index in range(asked.num_samples)
         ]
-        outputs = await asyncio.gather(*map(self._generate, requests))
+        outputs = await asyncio.gather(*(self._generate(each, engine) for each in requests))
         scored, top, of_targets = None, asked.topk_prompt_logprobs, None
         named = None if asked.target_prompt_logprobs is None else targets_of_json(asked.target_prompt_logprobs)
         if top or asked.prompt_logprobs or named is not None:

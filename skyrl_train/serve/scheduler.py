@@ -48,7 +48,7 @@ class Scheduler:
         """`anchor_every`, `models_in_memory`: as of `Upkeep`; `packs`: whether passes of several models that wait at the
         same time are computed as one."""
         self._ledger, self._records, self._verbs, self._sampling = ledger, ledger.records, verbs, sampling
-        self._folder, self._packs = folder, packs
+        self._packs = packs
         self._upkeep = Upkeep(
             ledger,
             verbs,
@@ -68,7 +68,8 @@ class Scheduler:
         by_model: dict[str, list[tuple[int, str, Promise]]] = {}
         for request_id, promise in self._records.promises.items():
             by_model.setdefault(promise.owner, []).append((promise.seq, request_id, promise))
-        loaded = [model for model in self._records.models.values() if model.is_loaded]
+        # Those of a base that is not served now wait until it is.
+        loaded = [each for each in self._records.models.values() if each.is_loaded and self._verbs.can_execute(each)]
         for model in loaded:
             model.next_seq = max(1, model.anchor + 1)
             for seq, request_id, promise in sorted(by_model.pop(model.model_id, ()), key=lambda each: each[0]):
@@ -155,13 +156,16 @@ class Scheduler:
         return request
 
     def _together_with(self, model: Model, request: Request) -> list[tuple[Model, Request]]:
-        """A request, and with a pass those of other models whose turn it is as well, as long as they are short."""
+        """A request, and with a pass of an adapter those of others on its base whose turn it is as well, as long as they are
+        short."""
         found, num_bytes = [(model, request)], len(request.body)
-        if not self._packs or request.verb not in PASSES:
+        if not self._packs or request.verb not in PASSES or model.facts.is_full:
             return found
         for other in self._records.models.values():
             also = None if other is model else self._next(other)
             if also is None or also.verb not in PASSES or not other.is_in_memory:
+                continue
+            if other.facts.is_full or other.facts.base != model.facts.base:
                 continue
             if num_bytes + len(also.body) <= _TOGETHER_BYTES:
                 found.append((other, also))
@@ -183,11 +187,7 @@ class Scheduler:
 
     async def _sample(self, request: Request) -> None:
         try:
-            sampler = self._records.samplers[request.owner]
-            checkpoint = None
-            if sampler.path is not None:
-                checkpoint = self._records.checkpoint(sampler.tenant, sampler.path)
-            data = await self._sampling.run(request, checkpoint, self._folder)
+            data = await self._sampling.run(request)
             line: dict[str, Any] = {"message": "SampleResponse", "data": base64.b64encode(data).decode()}
         except asyncio.CancelledError:
             if self._is_closing:

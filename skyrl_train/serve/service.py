@@ -12,7 +12,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from skyrl_train.serve.asked import Adam, Adapter, checked
 from skyrl_train.serve.checkpoints import Checkpoints
 from skyrl_train.serve.ledger import Ledger
 from skyrl_train.serve.limits import Limits
-from skyrl_train.serve.models import Models
+from skyrl_train.serve.models import Bases, ModelFacts, Models
 from skyrl_train.serve.records import MAKES_MODEL, Checkpoint, Outcome
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.sampling import Sampling
@@ -43,28 +42,26 @@ class Service:
 
     def __init__(
         self,
-        models: Models,
+        bases: Mapping[str, Models],
         folder: Path,
         *,
-        base_model: str,
         seed: int,
         anchor_every: int = 20,
         limits: Limits | None = None,
         models_in_memory: int = 64,
     ) -> None:
-        """Read the journal in `folder`. `base_model`: the name that clients know the base by; `anchor_every`: requests of a
-        model behind which its state is written, at the next optimizer step; `models_in_memory`: of which more wait on disk.
-        Raises DataError for a damaged journal."""
+        """Read the journal in `folder`. `bases`: by the names that clients know them by, the first first; `anchor_every`:
+        requests of a model behind which its state is written, at the next optimizer step; `models_in_memory`: of which more
+        wait on disk. Raises DataError for a damaged journal."""
         (folder / "models").mkdir(parents=True, exist_ok=True)
-        self.base_model = base_model
-        self.architecture, self.max_length = models.architecture, models.max_length
-        self._models, self._folder, self._seed = models, folder, seed
+        self.bases = Bases(bases)
+        self._folder, self._seed = folder, seed
         self.ledger = Ledger(folder / "journal.jsonl")
         self.records = self.ledger.records
-        self._limits = limits or Limits()
-        self.checkpoints = Checkpoints(self.records, folder, self.ledger.note, base_model=base_model)
-        self._verbs = Verbs(models, self.records, folder, self._limits)
-        self._sampling = Sampling(models, seed=seed)
+        self.limits = limits or Limits()
+        self.checkpoints = Checkpoints(self.records, folder, self.ledger.note, self.bases)
+        self._verbs = Verbs(self.bases, self.records, folder, self.limits)
+        self._sampling = Sampling(self.bases, self.records, folder, seed=seed)
         self._scheduler = Scheduler(
             self.ledger,
             self._verbs,
@@ -72,7 +69,7 @@ class Service:
             folder,
             anchor_every=anchor_every,
             models_in_memory=models_in_memory,
-            packs=not models.is_deterministic,
+            packs=not any(each.is_deterministic for each in bases.values()),
         )
 
     async def start(self) -> int:
@@ -85,7 +82,8 @@ class Service:
         await self._scheduler.close()
         await self._verbs.close()
         await asyncio.to_thread(self.ledger.close)
-        await asyncio.to_thread(self._models.close)
+        for models in self.bases.by_name.values():
+            await asyncio.to_thread(models.close)
 
     # What is answered at once
 
@@ -106,16 +104,17 @@ class Service:
         """Begin to sample from a checkpoint or the base model; the same request gives the same session."""
         session = self.records.session(tenant, content.get("session_id"))
         sampler = f"{session.session_id}:sample:{_whole(content, 'sampling_session_seq_id')}"
-        path = content.get("model_path")
-        if path is None:
-            self.require_base(content.get("base_model"))
-        else:
+        path, base = content.get("model_path"), {}
+        if path is not None:
             self.records.checkpoint(tenant, path, "sampler")
-        known = self.records.samplers.get(sampler)
-        if known is not None and known.path != path:
-            raise Refused(f"{sampler} samples from {known.path} already", status=422)
+        elif recorded := self.bases.recorded(content.get("base_model")):
+            base = {"base": recorded}
+        known, name = self.records.samplers.get(sampler), self.bases.name(base.get("base", ""))
+        if known is not None and (known.path, self.bases.name(known.base)) != (path, name):
+            raise Refused(f"{sampler} samples from {known.path or self.bases.name(known.base)} already", status=422)
         if known is None:
-            await self.ledger.note({"sampler": sampler, "tenant": tenant, "session": session.session_id, "path": path})
+            session_id = session.session_id
+            await self.ledger.note({"sampler": sampler, "tenant": tenant, "session": session_id, "path": path, **base})
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     async def join(self, tenant: str, sampler_id: object) -> dict[str, Any]:
@@ -124,38 +123,39 @@ class Service:
         await self.ledger.note({"joined": sampler.sampler_id})
         return {"type": "join_sampling_session", "client_counter": sampler.num_clones}
 
-    def require_base(self, name: object) -> None:
-        """Raises Refused for another model than the one that is served."""
-        if name != self.base_model:
-            raise Refused(f"base_model {str(name)[:100]!r} is not served here; {self.base_model!r} is", status=404)
-
     # What is promised
 
     async def create_model(self, tenant: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Promise a new adapter on the base model. Raises Refused for full fine-tuning, or another base."""
+        """Promise a new adapter on the base model, or, without `lora_config`, a copy of it of which all weights are trained.
+        Raises Refused."""
         model_id = self._new_model_id(tenant, content)
-        self.require_base(content.get("base_model"))
-        if content.get("lora_config") is None:
-            raise Refused("create_model needs lora_config: full fine-tuning is not served yet")
+        base = self.bases.recorded(content.get("base_model"))
         checked(Adam, content.get("optimizer_config") or {}, "optimizer_config")
-        facts = checked(Adapter, content["lora_config"], "lora_config").facts(derive_seed(self._seed, model_id))
-        made = {"facts": asdict(facts), "metadata": content.get("user_metadata")}
+        lora, facts = content.get("lora_config"), ModelFacts(rank=0, seed=0, base=base)
+        if lora is not None:
+            facts = checked(Adapter, lora, "lora_config").facts(derive_seed(self._seed, model_id), base)
+        made = {"facts": facts.line(), "metadata": content.get("user_metadata")}
         return await self._promise(tenant, "create_model", model_id, 0, made)
 
     async def load_weights(self, tenant: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Make a model of a checkpoint."""
         checkpoint, loaded = self._loaded(tenant, content)
         if content.get("base_model") is not None:
-            self.require_base(content["base_model"])
+            base = self.bases.recorded(content["base_model"])
+            self.bases.require_same(checkpoint.path, checkpoint.facts.base, base)
         checked(Adam, content.get("optimizer_config") or {}, "optimizer_config")
-        made = {**loaded, "facts": asdict(checkpoint.facts), "metadata": content.get("user_metadata")}
+        made = {**loaded, "facts": checkpoint.facts.line(), "metadata": content.get("user_metadata")}
         return await self._promise(tenant, "create_from_state", self._new_model_id(tenant, content), 0, made)
 
     def load_into(self, tenant: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is journaled of a `load_weights` into a model that is there. Raises Refused."""
         (checkpoint, loaded), model = self._loaded(tenant, content), self.records.model(tenant, content["model_id"])
+        self.bases.require_same(checkpoint.path, checkpoint.facts.base, model.facts.base)
         if model.facts.shape != checkpoint.facts.shape:
-            raise Refused(f"{checkpoint.path} is of an adapter of another rank or other layers than {model.model_id}")
+            raise Refused(
+                f"{checkpoint.path} is of an adapter of another rank or other layers than {model.model_id}, or one of the "
+                "two has all weights"
+            )
         return loaded
 
     def _loaded(self, tenant: str, content: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
@@ -168,6 +168,7 @@ class Service:
     ) -> dict[str, Any]:
         """Promise a verb of a model, behind all with lower sequence numbers. Raises Refused."""
         model = self.records.model(tenant, model_id)
+        self.bases.of(model.facts.base)  # or it would fail in its turn, and never be executed
         last = max([model.next_seq - 1, *model.waiting])
         seq = last + 1 if seq_id is None else seq_id
         if type(seq) is not int or not 0 <= seq < 2**53:
@@ -183,7 +184,7 @@ class Service:
     async def sample(self, tenant: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Promise samples of a sampler. Raises Refused where too many are on their way."""
         sampler = self.records.sampler(tenant, content.get("sampling_session_id"))
-        asked = self._sampling.check(content)
+        asked = self._sampling.check(sampler, content)
         self._scheduler.require_room()
         promised = await self._promise(tenant, "sample", sampler.sampler_id, asked.seq_id, dict(content))
         ids = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
@@ -213,9 +214,13 @@ class Service:
         """Accept a request, have it executed if it is a new one, and return what the client is promised."""
         model_id = owner if owner in self.records.models or seq == 0 else None
         if f"{owner}:{seq}" not in self.records.promises:
-            self._limits.require_turn(self.records, tenant)
+            self.limits.require_turn(self.records, tenant)
             if verb in MAKES_MODEL:
-                self._limits.require_adapter(self.records, tenant)
+                self.limits.require_adapter(self.records, tenant)
+                facts = ModelFacts(**content["facts"])
+                models = self.bases.of(facts.base)
+                if facts.is_full:
+                    self.limits.require_full(self.records, tenant, models.full_bytes)
         request_id, request = await self.ledger.accept(tenant, verb, owner, seq, content, body)
         if request is not None:
             self._scheduler.begin(request)

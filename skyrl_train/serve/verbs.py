@@ -8,7 +8,6 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, Save
 from skyrl_train.serve import wire
 from skyrl_train.serve.asked import Adam, Save, checked
 from skyrl_train.serve.limits import Limits
-from skyrl_train.serve.models import Models, Rows
+from skyrl_train.serve.models import Bases, Models, Rows
 from skyrl_train.serve.records import KINDS, Model, Records, Request, checked_name
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.system import WorkerThread
@@ -42,8 +41,8 @@ logger = logging.getLogger(__name__)
 class Verbs:
     """Executes verbs, one at a time, on the learners' thread."""
 
-    def __init__(self, models: Models, records: Records, folder: Path, limits: Limits) -> None:
-        self._models, self._records, self._folder, self._limits = models, records, folder, limits
+    def __init__(self, bases: Bases, records: Records, folder: Path, limits: Limits) -> None:
+        self._bases, self._records, self._folder, self._limits = bases, records, folder, limits
         self._thread = WorkerThread("learner")
         self._verbs = {
             "create_model": self._create,
@@ -72,14 +71,14 @@ class Verbs:
         rows: dict[str, Rows] = {}
         for model, request in asked:
             with suppress(Exception):  # it is told in its own turn
-                rows[model.name] = await self._call(self._rows, request)
+                rows[model.name] = await self._call(self._rows, model, request)
         fits = {name: each for name, each in rows.items() if each.of_targets.batch is not None}
         kinds = [each.backward for each in fits.values()]
         fits = {name: each for name, each in fits.items() if each.backward == (kinds.count(True) * 2 >= len(kinds))}
         found: dict[str, bytes] = {}
         if len(fits) > 1:
             try:
-                found = await self._call(self._models.together, fits)
+                found = await self._call(self._models(asked[0][0]).together, fits)
             except Exception as error:
                 logger.info("passes of %d models are computed one by one: %s", len(fits), error)
         return [
@@ -88,27 +87,31 @@ class Verbs:
         ]
 
     async def restore(self, model: Model) -> None:
-        """Make the adapter, and bring it to its anchor. Raises CheckpointError, ModelError."""
-        await self._call(self._models.create, model.name, model.facts)
+        """Make the model's learner, and bring it to its anchor. Raises CheckpointError, ModelError."""
+        await self._call(self._models(model).create, model.name, model.facts)
         if model.anchor >= 0:
             folder = self._anchor(model, model.anchor)
-            await self._call(lambda: self._models.load(model.name, folder, with_optimizer=True))
+            await self._call(lambda: self._models(model).load(model.name, folder, with_optimizer=True))
 
     async def put_away(self, model: Model) -> None:
-        """Take the adapter and its optimizer out of memory; its anchor has them."""
-        await self._call(self._models.remove, model.name)
+        """Take the learner and its optimizer out of memory; its anchor has them."""
+        await self._call(self._models(model).remove, model.name)
 
     def has_gradient(self, model: Model) -> bool:
         """Whether passes have added to a gradient that no step has taken."""
-        return self._models.has_gradient(model.name)
+        return self._models(model).has_gradient(model.name)
 
     async def write_anchor(self, model: Model, seq: int) -> None:
         """Write the state behind a request, between optimizer steps. Raises SaveError."""
-        await self._call(lambda: self._models.save(model.name, self._anchor(model, seq), with_optimizer=True))
+        await self._call(lambda: self._models(model).save(model.name, self._anchor(model, seq), with_optimizer=True))
 
     async def remove_anchor(self, model: Model, seq: int) -> None:
         """Delete the state of a model that was written at an earlier verb."""
         await asyncio.to_thread(shutil.rmtree, self._anchor(model, seq), True)
+
+    def can_execute(self, model: Model) -> bool:
+        """Whether the base of a model is served."""
+        return self._bases.name(model.facts.base) in self._bases.by_name
 
     async def close(self) -> None:
         """Let the running verb end."""
@@ -116,29 +119,29 @@ class Verbs:
 
     async def _create(self, model: Model, request: Request) -> Line:
         del request
-        await self._call(self._models.create, model.name, model.facts)
+        await self._call(self._models(model).create, model.name, model.facts)
         return {"json": {"type": "create_model", "model_id": model.model_id}}
 
     async def _load(self, model: Model, request: Request) -> Line:
         content, folder = request.content, self._folder / request.content["folder"]
-        await self._call(self._models.create, model.name, model.facts)  # nothing, where it is there
-        await self._call(lambda: self._models.load(model.name, folder, with_optimizer=content["optimizer"]))
+        await self._call(self._models(model).create, model.name, model.facts)  # nothing, where it is there
+        await self._call(lambda: self._models(model).load(model.name, folder, with_optimizer=content["optimizer"]))
         return {"json": {"type": "load_weights", "path": content["path"], "model_id": model.model_id}}
 
     async def _pass(self, model: Model, request: Request) -> Line:
-        rows = await self._call(self._rows, request)
-        return _of_pass(await self._call(self._models.forward_backward, model.name, rows))
+        rows = await self._call(self._rows, model, request)
+        return _of_pass(await self._call(self._models(model).forward_backward, model.name, rows))
 
-    def _rows(self, request: Request) -> Rows:
-        return self._models.rows(wire.decoded(wire.parsed_protobuf(request.body)))
+    def _rows(self, model: Model, request: Request) -> Rows:
+        return self._models(model).rows(wire.decoded(wire.parsed_protobuf(request.body)))
 
     async def _step(self, model: Model, request: Request) -> Line:
         step = checked(Adam, request.content, "adam_params").step()
-        return {"json": {"metrics": dict(await self._call(self._models.optim_step, model.name, step))}}
+        return {"json": {"metrics": dict(await self._call(self._models(model).optim_step, model.name, step))}}
 
     async def _unload(self, model: Model, request: Request) -> Line:
         del request
-        await self._call(self._models.remove, model.name)
+        await self._call(self._models(model).remove, model.name)
         return {"json": {"type": "unload_model", "model_id": model.model_id}}
 
     async def _refuse(self, model: Model, request: Request) -> Line:
@@ -163,7 +166,7 @@ class Verbs:
         self._limits.require_room(self._records, model.tenant)
         folder = f"{model.folder}/c{request.seq}"
         num_bytes = await self._call(
-            lambda: self._models.save(model.name, self._folder / folder, with_optimizer=part == "weights")
+            lambda: self._models(model).save(model.name, self._folder / folder, with_optimizer=part == "weights")
         )
         checkpoint = {
             "path": path,
@@ -173,7 +176,7 @@ class Verbs:
             "folder": folder,
             "at": request.at,
             "num_bytes": num_bytes,
-            "facts": asdict(model.facts),
+            "facts": model.facts.line(),
             "metadata": asked.user_metadata,
             "is_named": given is not None or part == "weights",
             "expires_at": None if asked.ttl_seconds is None else request.at + asked.ttl_seconds,
@@ -185,6 +188,9 @@ class Verbs:
         if asked.kind == "inflight":
             made["follows"] = model.model_id
         return {"json": {**answer, "sampling_session_id": sampler}, "checkpoint": checkpoint, "made": made}
+
+    def _models(self, model: Model) -> Models:
+        return self._bases.of(model.facts.base)
 
     def _anchor(self, model: Model, seq: int) -> Path:
         return self._folder / model.folder / f"a{seq}"

@@ -102,17 +102,19 @@ class Caller:
 
 
 @contextmanager
-def serving(folder: Path, *settings: str, **service: Any) -> Iterator[Any]:
-    """The HTTP client of a server, which ends as at a signal."""
+def serving(folder: Path, *settings: str, also: Mapping[str, str] | None = None, **service: Any) -> Iterator[Any]:
+    """The HTTP client of a server, which ends as at a signal. `also`: paths of more base models by their names."""
     from starlette.testclient import TestClient
 
     from skyrl_train.config.derived import learner_settings
     from skyrl_train.serve import Models, Service, make_app
 
-    config = load_config("generator.sampling.temperature=1.0", *settings, settings={"output_dir": str(folder)})
-    made = Service(
-        Models(learner_settings(config, "policy"), config.generator), folder, base_model=BASE, seed=0, **service
-    )
+    words = ["generator.sampling.temperature=1.0", *settings]
+    bases = {}
+    for name, own in {BASE: [], **{name: [f"model.path={path}"] for name, path in (also or {}).items()}}.items():
+        config = load_config(*words, *own, settings={"output_dir": str(folder)})
+        bases[name] = Models(learner_settings(config, "policy"), config.generator)
+    made = Service(bases, folder, seed=0, **service)
     with TestClient(make_app(made, KEYS)) as http:
         http.service = made
         yield http
@@ -123,8 +125,8 @@ def play_two_tenants(folder: Path, *, steps: int = 3) -> None:
     from skyrl_train.serve import RunFolders
 
     with serving(folder) as http:
-        records, models = http.service.records, http.service._models
-        shown = RunFolders(records, folder, lambda tokens: str(models.tokenizer.decode(tokens)))
+        records, bases = http.service.records, http.service.bases
+        shown = RunFolders(records, folder, lambda base, tokens: str(bases.of(base).tokenizer.decode(tokens)))
         http.service.ledger.on_settled = shown.take
         for number, key in enumerate(KEYS):
             caller = Caller(http, key)

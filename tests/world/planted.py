@@ -71,9 +71,10 @@ LISTED = (
         patches=(
             (
                 "skyrl_train.serve.sampling:Sampling.run",
-                "try:\n            return await self._run(request, name)\n        finally:\n"
-                "            self._models.release(name)",
-                "found = await self._run(request, name)\n        self._models.release(name)\n        return found",
+                "try:\n            return await self._run(request, models, models.engine, name)\n        finally:\n"
+                "            models.release(name)",
+                "found = await self._run(request, models, models.engine, name)\n        models.release(name)\n"
+                "        return found",
             ),
         ),
     ),

@@ -127,6 +127,7 @@ class ToyModels(Models):
         self._trained, self.engine = {}, Engine(world, engine_fails)  # type: ignore[assignment]
         self.architecture, self.vocabulary, self.max_length, self.is_deterministic = "toy", 50, 64, False
         self._in_engine, self._in_use, self._loading = OrderedDict(), {}, asyncio.Lock()
+        self._full_engine = models._FullEngine()
 
     def rows(self, request: Any) -> Any:
         """What a pass computes, where passes are computed together."""
@@ -355,7 +356,7 @@ class ServingWorld(Machine):
 
     async def _serve(self) -> None:
         made = ToyModels(self.world, self.engine_fails)
-        service = Service(made, FOLDER, base_model=BASE, seed=0, anchor_every=self.anchor_every)
+        service = Service({BASE: made}, FOLDER, seed=0, anchor_every=self.anchor_every)
         self._ends = asyncio.Event()
         await service.start()
         self.service = service

@@ -72,7 +72,7 @@ def wrong_with(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         path = REPOSITORY / script
         return "" if path.is_file() else f"{path} is not there"
     if module in ROOTS:
-        serving = ("--name", "--folder", "--keys", "--port", "--host")
+        serving = ("--name", "--also", "--folder", "--keys", "--port", "--host")
         plain = [word for index, word in enumerate(arguments) if not {word, *arguments[index - 1 : index]} & {*serving}]
         try:
             preflight([*plain, *([] if plain == ["--help"] else ["--cfg", "job"])], config_name=ROOTS[module])

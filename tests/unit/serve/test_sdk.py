@@ -94,7 +94,37 @@ def test_the_printed_example_works_when_pasted(server: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path) -> None:
+def test_the_documented_way_to_full_fine_tuning_works_with_an_unmodified_sdk(tmp_path: Path) -> None:
+    written = next(
+        each
+        for each in (ROOT / "docs/serve.md").read_text().split("```python\n")
+        if each.startswith("# trains all weights")
+    ).partition("```")[0]
+    code = f"""{written}
+rows = [tinker.Datum(tinker.ModelInput.from_ints([1, 2, 3]), {{"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]}})]
+losses = []
+for _ in range(3):
+    passed, stepped = client.forward_backward(rows, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=1e-3))
+    losses.append(passed.result().metrics["loss:sum"])
+    stepped.result()
+prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=4, seed=1)
+sampled = client.save_weights_and_get_sampling_client().sample(prompt, 1, params).result()
+told = dict(rank=client.get_info().lora_rank, losses=losses, tokens=list(sampled.sequences[0].tokens))
+print("TOLD", __import__("json").dumps(told))
+"""
+    server = Command(tmp_path / "served", "--name", "tiny/qwen2", "--full-for", "owner")
+    try:
+        told = json.loads(client("0.38.0", server.variables, "-W", "ignore", "-c", code).partition("TOLD ")[2])
+    finally:
+        server.stop()
+    assert told["rank"] is None
+    assert told["losses"][0] > told["losses"][1] > told["losses"][2]
+    assert len(told["tokens"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trains", [{"lora_config": {"rank": 2, "seed": 1}}, {}], ids=["adapter", "full"])
+def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path, trains: dict[str, Any]) -> None:
     """Killed while it computes; the client is alive, sends its requests again, and is told what it would have been."""
     import httpx
 
@@ -107,26 +137,28 @@ def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path) -> None:
         url, key = command.variables["TINKER_BASE_URL"], command.variables["TINKER_API_KEY"]
         return Caller(httpx.Client(base_url=url, timeout=60), key)
 
-    first = Command(folder)
+    first = Command(folder, "--full-for", "owner")
     name = {"base_model": first.example().partition("base_model='")[2].partition("'")[0]}
     one = caller(first)
     session = one.session()
-    content = {"session_id": session, "model_seq_id": 0, **name, "lora_config": {"rank": 2, "seed": 1}}
+    content = {"session_id": session, "model_seq_id": 0, **name, **trains}
     model = one.done("create_model", content)["model_id"]
     for seq in range(1, 30, 2):
         one.train(model, seq, rows)
         promise = one.step(model, seq + 1)
     time.sleep(0.2)
     assert first.stop(signal.SIGKILL) == -signal.SIGKILL
-    second = Command(folder)
+    second = Command(folder, "--full-for", "owner")
     assert second.variables["TINKER_API_KEY"] == first.variables["TINKER_API_KEY"]
     two = caller(second)
     assert "metrics" in two.outcome(promise)
+    expected = two.logprobs(model, 31)
+    two.done("unload_model", {"model_id": model, "seq_id": 32})
     fresh = two.done("create_model", {**content, "model_seq_id": 1})["model_id"]
     for seq in range(1, 30, 2):
         two.outcome(two.train(fresh, seq, rows))
         two.outcome(two.step(fresh, seq + 1))
-    assert two.logprobs(model, 31) == two.logprobs(fresh, 31)
+    assert two.logprobs(fresh, 31) == expected
     assert second.stop() == -signal.SIGTERM, "it closes everything, and ends by the signal"
     assert (folder / "keys").stat().st_mode & 0o077 == 0
 
@@ -139,6 +171,10 @@ def test_a_killed_server_goes_on_and_its_keys_stay(tmp_path: Path) -> None:
         (["generator=vllm"], "generator"),
         (["--keys", "nowhere"], "nowhere"),
         (["--port", "high"], "--port"),
+        (["--full-for", "nobody"], "take one of owner"),
+        (["--also", "tests/other"], "write --also ORG/NAME model.path="),
+        (["--also", "tests/other", "model.path=builtin:tiny_qwen2", "seed=1"], "settings of a model"),
+        (["--also", "tests/other", "model.path=nowhere/at_all"], "nowhere/at_all"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_refused(tmp_path: Path, words: list[str], says: str) -> None:
@@ -146,6 +182,21 @@ def test_a_command_line_that_cannot_be_is_refused(tmp_path: Path, words: list[st
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+
+
+@pytest.mark.slow
+def test_another_base_has_a_name_and_settings_of_its_own(tmp_path: Path) -> None:
+    import httpx
+
+    from tests.support.serve_cases import Caller
+
+    server = Command(tmp_path / "served", "--also", "tests/other", "model.path=builtin:tiny_qwen2")
+    try:
+        url, key = server.variables["TINKER_BASE_URL"], server.variables["TINKER_API_KEY"]
+        told = Caller(httpx.Client(base_url=url, timeout=60), key).get("get_server_capabilities")
+    finally:
+        server.stop()
+    assert [each["model_name"] for each in told["supported_models"]] == ["builtin/tiny_qwen2", "tests/other"]
 
 
 def test_keys_are_lines_of_a_key_and_its_tenant(tmp_path: Path) -> None:

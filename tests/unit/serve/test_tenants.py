@@ -41,7 +41,9 @@ def together(http: Any, count: int, play: Callable[[Caller, int], Any] = played)
 def weights(http: Any) -> dict[int, dict[str, torch.Tensor]]:
     """The adapters of a server, by their seeds."""
     service = http.service
-    return {each.facts.seed: service._models.learners.tensors(each.name) for each in service.records.models.values()}
+    return {
+        each.facts.seed: service.bases.of("").learners.tensors(each.name) for each in service.records.models.values()
+    }
 
 
 @pytest.mark.slow
@@ -75,7 +77,7 @@ def test_passes_that_wait_together_are_computed_as_one_and_a_wrong_one_is_told_a
     with serving(tmp_path) as http:
         callers = [Caller(http) for _ in range(4)]
         models = [caller.model(seed=number) for number, caller in enumerate(callers)]
-        computing, packed = http.service._models, []
+        computing, packed = http.service.bases.of(""), []
         compute, step, may_go = computing.together, computing.optim_step, threading.Event()
 
         def held(name: str, settings: Any) -> Any:
