@@ -96,7 +96,7 @@ def _serve(args: argparse.Namespace) -> None:
         sys.stdout.flush()
 
     words = ["generator.sampling.temperature=1.0", *args.settings, f"output_dir={args.folder.absolute()}"]
-    bases = {}
+    bases: dict[str, schema.Config] = {}
     for given, *own in [[args.name], *args.also]:
         common = [word for word in words if not (own and _OF_MODEL.match(word))]
         config = cli.checked_config([*common, *own], config_name="config")
