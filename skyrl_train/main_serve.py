@@ -96,7 +96,7 @@ def _serve(args: argparse.Namespace) -> None:
         sys.stdout.flush()
 
     words = ["generator.sampling.temperature=1.0", *args.settings, f"output_dir={args.folder.absolute()}"]
-    bases = {}
+    bases: dict[str, schema.Config] = {}
     for name, *own in [[args.name], *args.also]:
         if not all(map(_OF_MODEL.match, own)) or name in bases or (bases and not own):
             rule, remedy = "must be a new name and settings of a model", "write --also ORG/NAME model.path=..."
