@@ -41,18 +41,22 @@ class Engine:
         return put_durably(arrays, Path(file)), facts_in(arrays)
 
 
-def told(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """What a function gives, and on which node."""
-    return function(*args), ray.get_runtime_context().get_node_id()
+def told(function: Callable[..., Any], full: str, *args: Any) -> tuple[Any, str]:
+    """What a function gives, and on which node; the disk of the node `full` is so."""
+    node = ray.get_runtime_context().get_node_id()
+    if node == full:
+        raise OSError(28, "No space left on device")
+    return function(*args), node
 
 
 class Listening(RayPlane):
     """Remembers on which node each call of `save` was answered."""
 
     answered: list[str]
+    full = ""
 
     def save(self, function: Callable[..., Any], calls: Mapping[str, tuple[Any, ...]]) -> list[Any]:
-        found = super().save(told, {node: (function, *args) for node, args in calls.items()})
+        found = super().save(told, {node: (function, self.full, *args) for node, args in calls.items()})
         self.answered = [node for _, node in found]
         return [each for each, _ in found]
 
@@ -94,15 +98,16 @@ def main(folder: Path) -> None:
     nodes = [each["NodeID"] for each in ray.nodes()]
     try:
         plane = Listening(session, placement, num_threads=1, together="prompt")
-        owners, pieces = [], []
-        for number, start in enumerate((0, 2, 4, 6)):  # prompts 0 and 2 arise on the first node
-            there = NodeAffinitySchedulingStrategy(nodes[number % 2], soft=False)
+        owners = []
+        for each in nodes:
+            there = NodeAffinitySchedulingStrategy(each, soft=False)
             options = {"num_cpus": 0, "runtime_env": session.runtime_env(1), "scheduling_strategy": there}
-            owner = ray.remote(max_restarts=0)(Engine).options(**options).remote()
-            file = folder / f"{number}.safetensors"
-            answer = owner.roll_out.remote(list(made.trajectories[start : start + 2]), str(file))
-            pieces.append(ray.get(answer, timeout=600))
-            owners.append(owner)
+            owners.append(ray.remote(max_restarts=0)(Engine).options(**options).remote())
+        asked = []
+        for number in range(4):  # prompts 0 and 2 arise on the first node
+            trajectories = list(made.trajectories[2 * number : 2 * number + 2])
+            asked.append(owners[number % 2].roll_out.remote(trajectories, str(folder / f"{number}.safetensors")))
+        pieces = ray.get(asked, timeout=600)
 
         def held() -> RolloutBatch:
             return replace(made, trajectories=tuple(each for piece in pieces for each in trajectories_of(*piece)))
@@ -111,11 +116,12 @@ def main(folder: Path) -> None:
         written(folder / "here", DataPlane(), made)
         written(folder / "there", plane, held())
         result["answered"] = plane.answered
-        (folder / "file").touch()
+        plane.full = nodes[1]
         try:
-            written(folder / "file" / "rollouts", plane, held())
+            written(folder / "refused", plane, held())
         except SaveError as error:
             result["refused"] = str(error)
+        plane.full = ""
         source, facts = pieces[3]
         pieces[3] = StoredArrays(source.reference, source.file, "of a node that has no worker"), facts
         ray.kill(owners[1])
