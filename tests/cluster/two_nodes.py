@@ -27,7 +27,7 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.stored import RayPlane, StoredArrays, put_durably
 from skyrl_train.config.models import PlacementConfig
 from skyrl_train.errors import SaveError
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.trainers import RolloutLog, steps
 from skyrl_train.types import RolloutBatch, Trajectory
 from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
@@ -76,7 +76,7 @@ def written(folder: Path, plane: DataPlane, made: RolloutBatch) -> None:
     """The log of a step, with advantages."""
     config = make_config(folder, train_batch_size=4, policy_mini_batch_size=2)
     config = replace(config, generator=replace(config.generator, n_samples_per_prompt=2))
-    batch = plane.make_rows(steps.assemble, made, assembly_settings(config), step=1, weight_version=0)
+    batch = plane.make_rows(assembler(config), made, step=1, weight_version=0)
     batch = plane.add_columns(steps.estimate, batch, config.trainer.algorithm, kl_coef=0.0, seed=1)
     log = RolloutLog(folder, plane=plane)
     log.write(made, batch, step=1)

@@ -21,11 +21,11 @@ from skyrl_train.batch.plane import DataPlane
 from skyrl_train.config import RolloutsConfig
 from skyrl_train.errors import DataError, SaveError
 from skyrl_train.rollout.stream import ReplayGenerator
-from skyrl_train.runs import assembly_settings
+from skyrl_train.runs import assembler
 from skyrl_train.runs.capsule import open_capsule
 from skyrl_train.runs.cli.plan import _lengths
 from skyrl_train.telemetry.records import KINDS, read_columns, read_facts, read_rollouts, rollouts_sum, write_parts
-from skyrl_train.trainers import RolloutLog, steps
+from skyrl_train.trainers import RolloutLog
 from skyrl_train.trainers.capsules.record import Capsule
 from skyrl_train.trainers.checkpoints.folder import verify
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
@@ -61,7 +61,7 @@ def made(folder: Path, prompts: int = 6) -> tuple[RolloutBatch, TrainingInputBat
     )
     config = make_config(folder, train_batch_size=prompts, policy_mini_batch_size=2)
     config = replace(config, generator=replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=True))
-    batch = steps.assemble(rollouts, assembly_settings(config), step=7, weight_version=0)
+    batch = assembler(config)(rollouts, step=7, weight_version=0)
     numbers = torch.cumsum(batch["loss_mask"], 0).float()
     batch = batch.with_columns(advantages=numbers, old_logprobs=-numbers / 3, ref_logprobs=-numbers / 7)
     return rollouts, replace(batch, metadata=replace(batch.metadata, first_scored_row=5))

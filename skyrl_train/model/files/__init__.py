@@ -9,7 +9,7 @@ if TYPE_CHECKING:
         image_reading as image_reading,
         pads_rows as pads_rows,
     )
-    from skyrl_train.model.files.image_reader import image_reader as image_reader
+    from skyrl_train.model.files.recorded_images import image_reader as image_reader
     from skyrl_train.model.files.reward_model import (
         SequenceScorer as SequenceScorer,
         weights_identity as weights_identity,

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from skyrl_train.errors import DataError, SaveError
+from skyrl_train.errors import DataError, SaveError, counted
 from skyrl_train.system.files import read_json, shown, sync_folder, whole_number, write_json
 from skyrl_train.telemetry.records.columns import rollout_file
 
@@ -148,7 +148,7 @@ def read_parts(path: Path) -> Parts:
                 raise ValueError(f"trajectory {min(start, end)} is listed {'twice' if start < end else 'nowhere'}")
             end = stop
         if end != (total := whole_number(content, "trajectories")) or not ranges:
-            raise ValueError(f"it lists {end} trajectories, and {total} were written")
+            raise ValueError(f"it lists {counted(end, 'trajectory')}, and there were {total}")
         if strange := {each.name for each in path.iterdir() if each.name[0] not in "._"} - {
             file.name for file in files
         }:

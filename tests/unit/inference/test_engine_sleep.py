@@ -24,8 +24,8 @@ def test_weights_are_dropped_where_all_of_them_come_back_as_they_are_sent(
     settings: dict[str, Any], keeps_weights: bool, level: int
 ) -> None:
     core, told = VLLMCore.__new__(VLLMCore), list[int]()
-    engine = SimpleNamespace(adapter=settings.get("adapter"))
-    core._settings = SimpleNamespace(arguments=settings.get("arguments", {}), engine=engine)  # type: ignore[assignment]
+    core._settings = SimpleNamespace(adapter=settings.get("adapter"))  # type: ignore[assignment]
+    core._quantizes = bool(settings.get("arguments", {}).get("quantization"))
     core._engine = SimpleNamespace(sleep=lambda level: told.append(level))
     core.sleep(keeps_weights=keeps_weights)
     assert told == [level]

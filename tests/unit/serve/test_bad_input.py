@@ -180,7 +180,6 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_gone(ann: Caller) ->
         ("lora_config", {"rank": 8, "seed": 1.5}),
         ("lora_config", {"rank": 8, "train_attn": False, "train_mlp": False}),
         ("lora_config", []),
-        ("lora_config", None),
         ("optimizer_config", {"type": "dimuon"}),
         ("model_seq_id", -1),
         ("model_seq_id", True),
