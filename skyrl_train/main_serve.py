@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skyrl_train import config as schema, runs
+from skyrl_train.config import derived
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.runs import cli
 from skyrl_train.system import install_command
@@ -108,7 +109,8 @@ def _serve(args: argparse.Namespace) -> None:
         runs.require_served(config.generator, config.placement)
         bases[name] = runs.resolve(config).config
     runs.serve(
-        bases,
+        next(iter(bases.values())),
+        {name: (derived.learner_settings(each, "policy"), each.generator) for name, each in bases.items()},
         folder=args.folder,
         tenants=tenants,
         host=args.host,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from skyrl_train.config import Config
-from skyrl_train.config.derived import learner_settings
+from skyrl_train.config import RunConfig
+from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, PlacementConfig
 from skyrl_train.endpoints import listening
 from skyrl_train.errors import ConfigError, Violation
@@ -21,7 +21,8 @@ def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> No
 
 
 def serve(
-    bases: Mapping[str, Config],
+    run: RunConfig,
+    bases: Mapping[str, tuple[LearnerSettings, GeneratorConfig]],
     *,
     folder: Path,
     tenants: Mapping[str, str],
@@ -37,7 +38,8 @@ def serve(
     """Answers clients of Tinker's API until the process is told to end.
 
     Args:
-        bases: By their names for clients; the settings of the first are the process's.
+        run: Of the process, and of the first base.
+        bases: What trains and what samples, by their names for clients.
         folder: Journal and adapters; one server at a time.
         tenants: By key.
         max_adapters: Of each tenant, as are `max_bytes` and `max_requests`; see `serve.Limits`.
@@ -50,7 +52,6 @@ def serve(
     with uncollected():
         from skyrl_train.runs.task import prepare_process
 
-    name, run = next(iter(bases.items()))
     prepare_process(run)
     with open_folder(run).locked():
         with uncollected():
@@ -59,7 +60,7 @@ def serve(
             from skyrl_train.serve import Limits, Models, RunFolders, Service, make_app, schema
 
             schema()  # raises where there is none, before models are loaded
-            models = {each: Models(learner_settings(of, "policy"), of.generator) for each, of in bases.items()}
+            models = {name: Models(*each) for name, each in bases.items()}
         limits = Limits(max_adapters=max_adapters, max_bytes=max_bytes, max_requests=max_requests, full_for=full_for)
         service = Service(models, folder, seed=run.seed, limits=limits, models_in_memory=models_in_memory)
 
@@ -78,7 +79,7 @@ def serve(
             timeout_graceful_shutdown=3,
         )
         socket = listener.bind_socket()
-        announce(listening(socket), name)
+        announce(listening(socket), next(iter(bases)))
         try:
             uvicorn.Server(listener).run(sockets=[socket])
         finally:

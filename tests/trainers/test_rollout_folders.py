@@ -180,7 +180,7 @@ def part_with(number: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
     [
         (index_with(format=2), "its format is 2, and 1 is what this version reads"),
         (index_with(parts=[]), "it lists 0 trajectories, and there were 18"),
-        (index_with(trajectories=19), "it lists 18 trajectories, and 19 were written"),
+        (index_with(trajectories=19), "it lists 18 trajectories, and there were 19"),
         (index_with(trajectories="18"), "trajectories must be a whole number"),
         (index_with(parts=7), "TypeError"),
         (lambda index: index.pop("parts"), "KeyError: 'parts'"),
