@@ -105,7 +105,7 @@ def _serve(args: argparse.Namespace) -> None:
         config = cli.checked_config([*common, *own], config_name="config")
         assert isinstance(config, schema.Config)
         runs.require_served(config.generator, config.placement)
-        bases[name or runs.model_name(config.model.path)] = runs.resolve(config).config
+        bases[name or _name_of(config.model.path)] = runs.resolve(config).config
     settings = runs.ServerSettings(
         folder=args.folder,
         tenants=tenants,
@@ -119,6 +119,12 @@ def _serve(args: argparse.Namespace) -> None:
         announce=announce,
     )
     runs.serve(settings, bases)
+
+
+def _name_of(path: str) -> str:
+    """Return `ORG/NAME` of a path or a hub name; clients look a tokenizer up by it."""
+    parts = [part for part in path.replace(":", "/").split("/") if part not in ("", ".", "..")]
+    return "/".join(["local", *parts][-2:])
 
 
 def _at_least_1(word: str) -> int:

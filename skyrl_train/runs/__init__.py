@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from skyrl_train.runs.rl import load_data as load_data
     from skyrl_train.runs.server import (
         ServerSettings as ServerSettings,
-        model_name as model_name,
         require_served as require_served,
         serve as serve,
     )
