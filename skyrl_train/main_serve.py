@@ -102,7 +102,7 @@ def _serve(args: argparse.Namespace) -> None:
         common = [word for word in words if not (own and _OF_MODEL.match(word))]
         config = cli.checked_config([*common, *own], config_name="config")
         assert isinstance(config, schema.Config)
-        name = given or runs.model_name(config.model.path)
+        name = given or _name_of(config.model.path)
         if not all(map(_OF_MODEL.match, own)) or name in bases or (bases and not own):
             rule, remedy = "must be a new name and settings of a model", "write --also ORG/NAME model.path=..."
             raise ConfigError([Violation.of("--also", " ".join([name, *own]), rule, remedy)])
@@ -122,6 +122,12 @@ def _serve(args: argparse.Namespace) -> None:
         full_for=args.full_for,
         announce=announce,
     )
+
+
+def _name_of(path: str) -> str:
+    """Return `ORG/NAME` of a path or a hub name; clients look a tokenizer up by it."""
+    parts = [part for part in path.replace(":", "/").split("/") if part not in ("", ".", "..")]
+    return "/".join(["local", *parts][-2:])
 
 
 def _at_least_1(word: str) -> int:

@@ -84,9 +84,3 @@ def serve(
             uvicorn.Server(listener).run(sockets=[socket])
         finally:
             shown.close()
-
-
-def model_name(path: str) -> str:
-    """Return `ORG/NAME` of a path or a hub name; clients look a tokenizer up by it."""
-    parts = [part for part in path.replace(":", "/").split("/") if part not in ("", ".", "..")]
-    return "/".join(["local", *parts][-2:])

@@ -309,7 +309,7 @@ class _FullEngine:
     def __init__(self) -> None:
         self._engine: HFEngine | None = None
         self._held: Path | None = None
-        self._turn, self._num_users, self._idle = asyncio.Lock(), 0, asyncio.Event()
+        self._turn, self._num_users, self._changed = asyncio.Lock(), 0, asyncio.Condition()
         self._thread = WorkerThread("full-engine")
         """Loads one after the other: of one that nobody waits for any more it is not known when it ends."""
 
@@ -318,9 +318,8 @@ class _FullEngine:
         """Within it, the engine that is given has what `load` gave it; others wait for it in the order of asking."""
         async with self._turn:
             if self._held != folder:
-                while self._num_users:
-                    self._idle.clear()
-                    await self._idle.wait()
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._num_users)
                 self._held = None
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._load, load)
                 self._held = folder
@@ -330,7 +329,8 @@ class _FullEngine:
             yield self._engine
         finally:
             self._num_users -= 1
-            self._idle.set()
+            async with self._changed:
+                self._changed.notify_all()
 
     def _load(self, load: Callable[[HFEngine | None], HFEngine]) -> None:
         self._engine = load(self._engine)
