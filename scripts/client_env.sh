@@ -15,7 +15,7 @@ version=${1:-0.38.0} alone=
 case $version in
 cookbook)
     packages="tinker==0.38.0 pytest>=9,<10 zstandard torch>=2.10,<2.14 transformers>=5.12,<6 datasets chz>=0.4 blobfile cloudpickle"
-    packages="$packages pyrage termcolor tiktoken rich aiohttp sympy pylatexenc math-verify antlr4-python3-runtime==4.13.2"
+    packages="$packages pyrage termcolor tiktoken rich pillow aiohttp sympy pylatexenc math-verify antlr4-python3-runtime==4.13.2"
     alone=tinker-cookbook==0.6.1
     ;;
 [0-9]*.[0-9]*.[0-9]*)

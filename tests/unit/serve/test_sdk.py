@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,40 +15,10 @@ from typing import Any
 import pytest
 
 from tests.support.serve_cases import HAS_SCHEMA, NEEDS_SCHEMA
+from tests.support.served_command import CLIENTS, ROOT, Command, client_environment
 
-ROOT = Path(__file__).parents[3]
-CLIENTS = Path(os.environ.get("SKYRL_TRAIN_CLIENT_ENVS", ROOT / ".venv-clients"))
 VERSIONS = ("0.24.1", "0.25.0", "0.38.0")
 pytestmark = pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)
-
-
-class Command:
-    """`skyrl-serve` in a process of its own."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        command = [sys.executable, "-m", "skyrl_train.main_serve", "--folder", str(folder), "--port", "0", *words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            command, cwd=folder.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.lines: list[str] = []
-        for line in self.process.stdout or ():
-            self.lines.append(line)
-            if "optim_step" in line:
-                break
-        text = "".join(self.lines)
-        found = re.search(r"TINKER_BASE_URL=(\S+) TINKER_API_KEY=(\S+)", text)
-        assert found, text
-        self.variables = {"TINKER_BASE_URL": found[1], "TINKER_API_KEY": found[2]}
-
-    def example(self) -> str:
-        """The program that it printed."""
-        text = "".join(self.lines)
-        return text[text.index("import tinker") :]
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +28,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     command.stop()
 
 
-def client(version: str, variables: dict[str, str], *words: str) -> str:
+def client(version: str, command: Command, *words: str) -> str:
     python = CLIENTS / version / "bin" / "python"
     if not python.is_file():
         pytest.skip(f"`scripts/client_env.sh {version}` makes the environment of this SDK")
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "HF_HUB_OFFLINE": "1", **variables}
-    done = subprocess.run([str(python), *words], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(python), *words], env=client_environment(command), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -72,9 +42,7 @@ def client(version: str, variables: dict[str, str], *words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_unmodified_sdk_trains_samples_saves_and_loads(server: Command, version: str) -> None:
-    told: dict[str, Any] = json.loads(
-        client(version, server.variables, str(ROOT / "tests/support/sdk_play.py"), "tiny/qwen2")
-    )
+    told: dict[str, Any] = json.loads(client(version, server, str(ROOT / "tests/support/sdk_play.py"), "tiny/qwen2"))
     assert told["info"] == ["tiny/qwen2", 4]
     assert told["losses"][0] > told["losses"][1] > told["losses"][2]
     assert told["tokens"][0] != told["tokens"][1]
@@ -90,7 +58,7 @@ def test_an_unmodified_sdk_trains_samples_saves_and_loads(server: Command, versi
 
 @pytest.mark.slow
 def test_the_printed_example_works_when_pasted(server: Command) -> None:
-    client("0.38.0", server.variables, "-c", server.example())
+    client("0.38.0", server, "-c", server.example())
 
 
 @pytest.mark.slow
