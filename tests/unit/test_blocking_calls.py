@@ -126,6 +126,7 @@ EXCEPTIONS: Exceptions = {
     ): _PENDING,
     ("skyrl_train/cluster/session.py", "self._calls.get"): _IDLE,
     ("skyrl_train/cluster/stored.py", "self._starting.wait"): _PENDING,
+    ("skyrl_train/cluster/stored.py", "each.wait"): _PENDING,
     ("skyrl_train/data/sft/loader.py", "future.exception"): _IS_DONE,
     ("skyrl_train/data/sft/loader.py", "future.result"): _IS_DONE,
     ("skyrl_train/data/sft/loader.py", "self.shutdown"): "joins its thread with `timeout_s`",
