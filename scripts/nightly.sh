@@ -52,6 +52,7 @@
 #                    test_vision_on_ranks, test_budgets: ddp      fsdp2
 #   tests/reliability test_suite: all but bit_flips               test_kill_and_resume; tests/trainers
 #                    test_conformance: planted bugs, ours         the reference passes; tests/unit/serve
+#                    test_cookbook: all but one recipe            math_rl, two steps
 #                    examples: lake, curriculum, graph, judge...  guess_number, reward_function, SQL, the SDK's agent
 #                    test_signals: SIGUSR1; RL's last step        SIGHUP of RL; SFT's last step
 #                    test_signals: given up by the grace time     by a second signal
@@ -103,6 +104,8 @@ trap 'rm -rf -- "$s3"' EXIT
 "$python" -m venv "$s3/moto" && "$s3/moto/bin/python" -m pip install -qq 'moto[server]' &&
     "$s3/moto/bin/python" -m pip install -qq --target "$s3/s3fs" \
         "s3fs==$("$python" -c 'import fsspec; print(fsspec.__version__)')" || status=1
+SKYRL_TRAIN_COOKBOOK_PYTHON=$(SKYRL_TRAIN_PYTHON="$python" ./scripts/client_env.sh cookbook) || status=1
+export SKYRL_TRAIN_COOKBOOK_PYTHON
 export SKYRL_TRAIN_S3FS="$s3/s3fs" SKYRL_TRAIN_MOTO_SERVER="$s3/moto/bin/moto_server"
 "$python" -m pytest -m nightly "$@" || status=$?
 [ $# -gt 0 ] || "$python" -m tests.reliability.suite || status=1

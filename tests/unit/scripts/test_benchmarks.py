@@ -68,6 +68,10 @@ SMOKE = [
         "serve.py --tenants 2 --prompt-tokens 16 --new-tokens 4 --rounds 1 --rank 2 model.path=builtin:tiny_qwen2",
         r"\| sampling \| \d",
     ),
+    (
+        "serve_learns.py --steps 1 --group-size 2 --groups 1 --at-least -1 model.path=builtin:tiny_qwen2",
+        r"\| 1 \| -?0\.\d",
+    ),
     ("sft_vs_trl.py --data {data} --steps 2 --batch-size 8", "packed: .* tokens of every step equal"),
     (
         "staleness.py {folder} --staleness 0 --seeds 1 --steps 1 --prompts 2 --held-out 4 --eval-interval 1",
@@ -92,7 +96,14 @@ SMOKE = [
     ("weight_sync.py --in-process --rounds 1 --megabytes 4", r"\| bfloat16 \| 2 \| 2 \|"),
 ]
 """Arguments of each program, and what it then prints."""
-NEEDS = {"engine_front": "vllm", "lora_sync": "vllm", "sampler": "vllm", "serve": "tinker", "sft_vs_trl": "trl"}
+NEEDS = {
+    "engine_front": "vllm",
+    "lora_sync": "vllm",
+    "sampler": "vllm",
+    "serve": "tinker",
+    "serve_learns": "tinker",
+    "sft_vs_trl": "trl",
+}
 MISSED = {"controller", "rollout_store"}
 """Whose targets are for other sizes: on most machines these miss them, and the status is 1."""
 PARTS = {"harness", "rollouts_bound", "step_trl", "synthetic_rollouts", "weight_driver"} | {
