@@ -1,5 +1,5 @@
-"""`python -m skyrl_train.plan`: the command in `runs/cli/plan.py`, for only `cli` imports Hydra."""
+"""`python -m skyrl_train.plan`: the command in `runs/planning.py`, which resolves a configuration and constructs no run."""
 
 import runpy
 
-runpy.run_module("skyrl_train.runs.cli.plan", run_name="__main__")
+runpy.run_module("skyrl_train.runs.planning", run_name="__main__")

@@ -46,7 +46,7 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 """All that a command sees of the environment, beside HOME, which is its folder."""
 MAINS: Mapping[str, str] = {
-    "skyrl_train.plan": "skyrl_train.runs.cli.plan",
+    "skyrl_train.plan": "skyrl_train.runs.planning",
     "skyrl_train.view": "skyrl_train.view.__main__",
 }
 """Where the function `main` of a package's command is, where that is not in the module that is typed."""

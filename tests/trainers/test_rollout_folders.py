@@ -23,7 +23,7 @@ from skyrl_train.errors import DataError, SaveError
 from skyrl_train.rollout.stream import ReplayGenerator
 from skyrl_train.runs import assembler
 from skyrl_train.runs.capsule import open_capsule
-from skyrl_train.runs.cli.plan import _lengths
+from skyrl_train.runs.planning import _lengths
 from skyrl_train.telemetry.records import KINDS, read_columns, read_facts, read_rollouts, rollouts_sum, write_parts
 from skyrl_train.trainers import RolloutLog
 from skyrl_train.trainers.capsules.record import Capsule

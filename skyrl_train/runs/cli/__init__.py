@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from skyrl_train.runs.cli.exits import exit_on_errors as exit_on_errors
     from skyrl_train.runs.cli.machine import MACHINE_RULES as MACHINE_RULES, RL_MACHINE_RULES as RL_MACHINE_RULES
     from skyrl_train.runs.cli.placement import place as place
-    from skyrl_train.runs.cli.plan import main as main
     from skyrl_train.runs.cli.resolvers import (
         HYDRA_VERSION_BASE as HYDRA_VERSION_BASE,
         register_resolvers as register_resolvers,

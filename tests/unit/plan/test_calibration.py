@@ -12,7 +12,7 @@ from skyrl_train.config.models import PlatformConfig
 from skyrl_train.plan import machine as plan_machine, measured_cpu
 from skyrl_train.plan.forms.scale import MachineRates
 from skyrl_train.plan.machine import machine_rates, stated_rates
-from skyrl_train.runs.cli import main
+from skyrl_train.runs.planning import main
 
 ONE, TWO = (PlatformConfig(name="cpu", device="cpu", num_threads=count) for count in (1, 2))
 FOUND = replace(stated_rates("cpu"), source="measured on this machine on 2026-01-01")

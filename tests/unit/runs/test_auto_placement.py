@@ -15,7 +15,7 @@ from skyrl_train.config.models import PlacementConfig, StrategyConfig
 from skyrl_train.config.rules import validate_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.runs.cli.placement import find_devices, place, room_violations
-from skyrl_train.runs.cli.plan import main as plan_main
+from skyrl_train.runs.planning import main as plan_main
 from skyrl_train.system import Devices
 from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 

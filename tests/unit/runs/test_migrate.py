@@ -18,7 +18,7 @@ from skyrl_train.runs.cli.command_line import preflight
 from skyrl_train.runs.cli.foreign_files import MAX_BYTES, read_settings
 from skyrl_train.runs.cli.foreign_names import Migration
 from skyrl_train.runs.cli.migrate import command_of, main, migrate, preset_of, report_of
-from skyrl_train.runs.cli.plan import main as plan
+from skyrl_train.runs.planning import main as plan
 
 # Data and models are the bundled ones, so that a plan reads them; all else is as people set it.
 DATA = "builtin:word_problems/train"

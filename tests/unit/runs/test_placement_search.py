@@ -34,7 +34,7 @@ from skyrl_train.plan.forms import (
 )
 from skyrl_train.runs.cli.placement import place
 from skyrl_train.runs.cli.placement_search import Search, even_nodes, recomputing, sizes_of
-from skyrl_train.runs.cli.plan import main as plan_main
+from skyrl_train.runs.planning import main as plan_main
 from skyrl_train.system import Devices
 from skyrl_train.trainers.checkpoints import flat_config, settings_of
 from tests.support.auto_placement_cases import gpu_config, gpus

@@ -12,7 +12,7 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from skyrl_train.errors import ModelError
-from skyrl_train.runs.cli.plan import count_parameters, main
+from skyrl_train.runs.planning import count_parameters, main
 from tests.support.tool_cases import ADD, model_with_tools
 
 EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu", "plan.rates=none")
@@ -144,7 +144,7 @@ def test_neither_torch_nor_ray_is_imported_for_a_model_that_was_planned_before(a
     if arguments == MEMORY:
         main(arguments)
     code = (
-        "import sys\nfrom skyrl_train.runs.cli.plan import main\n"
+        "import sys\nfrom skyrl_train.runs.planning import main\n"
         f"main({list(arguments)!r})\n"
         "sys.exit(3 if {'torch', 'ray', 'transformers'} & set(sys.modules) else 0)"
     )
@@ -184,7 +184,7 @@ def test_memory_that_nobody_asked_for_is_left_out_where_it_cannot_be_predicted(
     def fails(*_: object, **__: object) -> None:
         raise ModelError("policy: its step cannot be traced")
 
-    monkeypatch.setattr("skyrl_train.runs.cli.plan.plan_memory", fails)
+    monkeypatch.setattr("skyrl_train.runs.planning.plan_memory", fails)
     assert main(EXPERIMENT) == 0
     assert "note: Memory is left out. policy: its step cannot be traced" in capsys.readouterr().out
     assert main((*EXPERIMENT, "plan.device_memory_gb=80")) == 2
