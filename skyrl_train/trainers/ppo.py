@@ -88,7 +88,7 @@ class PPOTrainer:
         n_samples_per_prompt: int,
         sampling: SamplingParams,
         seed: int,
-        scores_entropies: bool = False,
+        scores_entropies: bool,
         prompts: steps.PromptBatches,
         curriculum: Curriculum | None = None,
         generator: Generator,

@@ -23,6 +23,7 @@ from torch import Tensor
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch
 from skyrl_train.config import Config
+from skyrl_train.config.derived import scores_entropies
 from skyrl_train.data import Curriculum, PromptSource
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import HeldState
@@ -416,6 +417,7 @@ class FakeRun:
             n_samples_per_prompt=config.generator.n_samples_per_prompt,
             sampling=sampling_params(config.generator.sampling),
             seed=config.seed,
+            scores_entropies=scores_entropies(config),
             prompts=source.batch,
             curriculum=curriculum if chosen.enabled else None,
             generator=self.generator,

@@ -654,6 +654,7 @@ class TrainingWorld(Machine):
             n_samples_per_prompt=config.generator.n_samples_per_prompt,
             sampling=sampling_params(config.generator.sampling),
             seed=config.seed,
+            scores_entropies=False,
             prompts=source.batch,
             generator=generator,
             learners=learners,
