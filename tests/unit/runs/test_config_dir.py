@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.runs.cli import plan
+from skyrl_train.runs import planning
 from skyrl_train.runs.cli.command_line import preflight
 
 RL = """# @package _global_
@@ -67,13 +67,13 @@ def test_their_arguments_are_checked_beside_all_else(
 @pytest.mark.slow
 def test_a_plan_takes_them_too(own: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config-dir", own("times"), "+experiment=mine", "platform=cpu", "plan.rates=none"]
-    assert plan.main(arguments) == 0
+    assert planning.main(arguments) == 0
     assert "policy     step        0  6.25e-06" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_is_told_beside_all_else(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        plan.main(["--config-dir", "/nowhere/conf", "seed=x"])
+        planning.main(["--config-dir", "/nowhere/conf", "seed=x"])
     told = capsys.readouterr().err
     assert "--config-dir: must be an existing folder; got '/nowhere/conf'" in told
     assert "seed: must be an integer" in told

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.runs.cli import plan
+from skyrl_train.runs import planning
 from skyrl_train.runs.cli.command_line import preflight
 from skyrl_train.runs.cli.machine import task_violations
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
     assert (head, len(problems)) == ("1 problem in the configuration:", 1)
     assert problems[0].startswith(f"  - {line}")
 
-    assert plan.main([*arguments, "--format", "json"]) == 2
+    assert planning.main([*arguments, "--format", "json"]) == 2
     (violation,) = json.loads(capsys.readouterr().out)["violations"]
     assert violation["field"] == line.partition(":")[0]
     assert violation["remedy"]
