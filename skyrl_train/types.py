@@ -464,12 +464,14 @@ class Trajectory:
     (`batch/plane/rollouts.py`)."""
 
     def __post_init__(self) -> None:
-        name = f"trajectory {self.prompt_uid}/{self.sample_index}"
         if (self.outcome is Outcome.FAILED) != (self.failure is not None):
-            raise ValueError(f"{name}: outcome and failure disagree")
+            raise ValueError(f"trajectory {self.prompt_uid}/{self.sample_index}: outcome and failure disagree")
         for index, turn in enumerate(self.turns):
             if turn.parent is not None and not 0 <= turn.parent < index:
-                raise ValueError(f"{name}, turn {index}: its parent must be an earlier turn or None; got {turn.parent}")
+                raise ValueError(
+                    f"trajectory {self.prompt_uid}/{self.sample_index}, turn {index}: its parent must be an earlier turn "
+                    f"or None; got {turn.parent}"
+                )
         if self.teacher_prompt_token_ids is not NO_IDS:
             object.__setattr__(self, "teacher_prompt_token_ids", token_ids(self.teacher_prompt_token_ids))
 

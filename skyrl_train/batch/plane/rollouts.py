@@ -179,7 +179,7 @@ def trajectories_of(source: Arrays, facts: Mapping[str, NDArray[Any]]) -> list[T
     num_added = np.diff(facts["added_token_ids/offsets"]).tolist()
     num_response = np.diff(facts["response_token_ids/offsets"]).tolist()
     parents, rewards, stops = (facts[name].tolist() for name in ("parent", "reward", "stop"))
-    runs, run_offsets = facts["runs"], facts["runs/offsets"].tolist()
+    runs, run_offsets = facts["runs"].tobytes(), (facts["runs"].itemsize * facts["runs/offsets"]).tolist()
     known = json.loads(b"[" + facts["known"].tobytes()[:-1] + b"]")
     uids, uid_offsets = facts["prompt_uid"].tobytes(), facts["prompt_uid/offsets"].tolist()
     samples, outcomes = facts["sample"].tolist(), facts["outcome"].tolist()
@@ -196,7 +196,7 @@ def trajectories_of(source: Arrays, facts: Mapping[str, NDArray[Any]]) -> list[T
                 None if parents[index] < 0 else parents[index],
                 rewards[index],
                 _STOPS[stops[index]],
-                _runs(runs[run_offsets[index] : run_offsets[index + 1]].tobytes()),
+                _runs(runs[run_offsets[index] : run_offsets[index + 1]]),
             )
             for index in range(turn, turn + count)
         )
