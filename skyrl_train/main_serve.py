@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skyrl_train import config as schema, runs
-from skyrl_train.config import derived
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.runs import cli
 from skyrl_train.system import install_command
@@ -106,11 +105,9 @@ def _serve(args: argparse.Namespace) -> None:
         if not all(map(_OF_MODEL.match, own)) or name in bases or (bases and not own):
             rule, remedy = "must be a new name and settings of a model", "write --also ORG/NAME model.path=..."
             raise ConfigError([Violation.of("--also", " ".join([name, *own]), rule, remedy)])
-        runs.require_served(config.generator, config.placement)
-        bases[name] = runs.resolve(config).config
+        bases[name] = runs.for_server(config)
     runs.serve(
-        next(iter(bases.values())),
-        {name: (derived.learner_settings(each, "policy"), each.generator) for name, each in bases.items()},
+        bases,
         folder=args.folder,
         tenants=tenants,
         host=args.host,

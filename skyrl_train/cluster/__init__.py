@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from skyrl_train.cluster.placement import Placement as Placement, Slot as Slot
     from skyrl_train.cluster.reward_model import RayScorer as RayScorer
     from skyrl_train.cluster.rollouts import MakesRollouts as MakesRollouts
+    from skyrl_train.cluster.served_models import RayModels as RayModels
     from skyrl_train.cluster.session import (
         RaySession as RaySession,
         gpus_of_cluster as gpus_of_cluster,

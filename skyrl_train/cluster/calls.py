@@ -38,6 +38,8 @@ _END_THERE_S = 20.0
 """How long tasks may take that end stopped processes of other nodes, which may be gone as a whole."""
 _FETCH_S = 60.0
 """Deadline of reading an answer that is there."""
+_SHARED_FOLDER_S = 10.0
+"""After which a node of a network file system sees what another one wrote: caches of names last some seconds."""
 _TAIL_LINES = 20
 
 logger = logging.getLogger(__name__)
@@ -126,6 +128,16 @@ def kill(actors: Sequence[RemoteActor]) -> None:
 def own_identity() -> Identity:
     """Return where this process is."""
     return Identity(node=node_address(), pid=os.getpid(), node_id=str(ray.get_runtime_context().get_node_id()))
+
+
+def finds(marker: Path) -> str:
+    """Return why this node cannot use the folder of a file that the caller just made there; empty where it can."""
+    waits_until = time.monotonic() + _SHARED_FOLDER_S
+    while not marker.exists():
+        if time.monotonic() > waits_until:
+            return "does not find" if not marker.parent.is_dir() else "finds without what was just written to it"
+        time.sleep(0.2)
+    return "" if os.access(marker.parent, os.W_OK) else "may not write to"
 
 
 def _end_on_their_nodes(actors: Sequence[RemoteActor]) -> None:

@@ -7,7 +7,6 @@ rows, and leaves its scores of them in the store.
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from skyrl_train.batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.batch.plane import Piece, ReferencedColumns
 from skyrl_train.batch.steps import LossDenominators, MiniBatch
-from skyrl_train.cluster.calls import Answer, Identity, own_identity
+from skyrl_train.cluster.calls import Answer, Identity, finds, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.cluster.images import Sent, SentImages, arrived
 from skyrl_train.cluster.stored import put_arrays
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
     from skyrl_train.config.fields import LayoutChoice
     from skyrl_train.learner import CriticLearner
     from skyrl_train.learner.memory import SizingLimits, SizingReport
-
-_SHARED_FOLDER_S = 10.0
-"""After which a node of a network file system sees what another one wrote: caches of names last some seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,12 +207,7 @@ class LearnerWorker:
 
     def finds(self, marker: Path) -> str:
         """Return why this node cannot use the folder of a file that the caller just made there; empty where it can."""
-        waits_until = time.monotonic() + _SHARED_FOLDER_S
-        while not marker.exists():
-            if time.monotonic() > waits_until:
-                return "does not find" if not marker.parent.is_dir() else "finds without what was just written to it"
-            time.sleep(0.2)
-        return "" if os.access(marker.parent, os.W_OK) else "may not write to"
+        return finds(marker)
 
     def free_port(self) -> int:
         """Return a port of this node that nobody listens on at this moment, for the ranks to meet at."""

@@ -224,7 +224,7 @@ def start_learner(
             for actor, identity in zip(actors, workers.call(LearnerWorker.identify, "start")):
                 actor.found_at(identity)
             if output_dir is not None:
-                _check_shared(output_dir, actors, workers)
+                check_shared(output_dir, actors, lambda marker: workers.call(LearnerWorker.finds, "start", marker))
             places = _rendezvous(workers, session, settings.collective_timeout_s)
             layout, cost = workers.begin_each(LearnerWorker.start, "start", places).wait()[0]
         except BaseException:
@@ -251,12 +251,13 @@ def start_learner(
     return wait
 
 
-def _check_shared(output_dir: Path, actors: Sequence[RemoteActor], workers: Endpoint[LearnerWorker]) -> None:
-    """Raise ConfigError where a rank does not see the run's folder, to which it will write its part of each checkpoint."""
+def check_shared(output_dir: Path, actors: Sequence[RemoteActor], ask: Callable[[Path], Sequence[str]]) -> None:
+    """Raise ConfigError where an actor does not see the run's folder, to which it will write its part of each checkpoint;
+    `ask` has each say what it `finds`."""
     marker = output_dir.absolute() / f".seen-by-all-nodes-{token_hex(8)}"
     marker.touch()
     try:
-        problems = workers.call(LearnerWorker.finds, "start", marker)
+        problems = ask(marker)
     finally:
         marker.unlink(missing_ok=True)
     for actor, problem in zip(actors, problems):

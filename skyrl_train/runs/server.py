@@ -1,28 +1,41 @@
-"""The server of Tinker's API, constructed: its models, its service, its sockets."""
+"""The server of Tinker's API, constructed: its models, in this process or on Ray, its service, its sockets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from skyrl_train.config import RunConfig
-from skyrl_train.config.derived import LearnerSettings
-from skyrl_train.config.models import GeneratorConfig, PlacementConfig
+from skyrl_train.config import Config
+from skyrl_train.config.derived import LearnerSettings, learner_settings
+from skyrl_train.config.models import GeneratorConfig, StrategyConfig
 from skyrl_train.endpoints import listening
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.runs.cli.placement import place_replicas
 from skyrl_train.runs.drive import open_folder, uncollected
+from skyrl_train.runs.resolving import resolve
+
+if TYPE_CHECKING:
+    from skyrl_train.serve import ServedModels
 
 
-def require_served(generator: GeneratorConfig, placement: PlacementConfig) -> None:
-    """Raises ConfigError for an engine or a placement that the server has not."""
-    if generator.backend != "hf" or placement.backend != "inline":
-        rule, remedy = "must be hf, with placement=inline: adapters side by side are served so far", "set generator=hf"
-        raise ConfigError([Violation.of("generator.backend", str(generator.backend), rule, remedy)])
+def for_server(config: Config) -> Config:
+    """Return the settings of a server, whose placement is chosen. Raises ConfigError for an engine or a strategy that a
+    server has not."""
+    if config.generator.backend != "hf":
+        rule, remedy = "must be hf, which samples from adapters side by side", "set generator=hf"
+        raise ConfigError([Violation.of("generator.backend", str(config.generator.backend), rule, remedy)])
+    config = resolve(place_replicas(config)).config
+    if config.strategy.kind not in ("single", "ddp"):
+        rule, remedy = "must be ddp, or single on one device: each has the whole base", "set strategy=ddp"
+        raise ConfigError([Violation.of("strategy", config.strategy.kind, rule, remedy)])
+    return config
 
 
 def serve(
-    run: RunConfig,
-    bases: Mapping[str, tuple[LearnerSettings, GeneratorConfig]],
+    bases: Mapping[str, Config],
     *,
     folder: Path,
     tenants: Mapping[str, str],
@@ -38,8 +51,7 @@ def serve(
     """Answers clients of Tinker's API until the process is told to end.
 
     Args:
-        run: Of the process, and of the first base.
-        bases: What trains and what samples, by their names for clients.
+        bases: Each by its name for clients, as `for_server` has it. Beside its model it has the first one's settings.
         folder: Journal and adapters; one server at a time.
         tenants: By key.
         max_adapters: Of each tenant, as are `max_bytes` and `max_requests`; see `serve.Limits`.
@@ -52,15 +64,16 @@ def serve(
     with uncollected():
         from skyrl_train.runs.task import prepare_process
 
+    run = next(iter(bases.values()))
     prepare_process(run)
-    with open_folder(run).locked():
+    with open_folder(run).locked(), ExitStack() as stack:
         with uncollected():
             import uvicorn
 
-            from skyrl_train.serve import Limits, Models, RunFolders, Service, make_app, schema
+            from skyrl_train.serve import Limits, RunFolders, Service, make_app, schema
 
             schema()  # raises where there is none, before models are loaded
-            models = {name: Models(*each) for name, each in bases.items()}
+            models = _load(bases, folder, stack)
         limits = Limits(max_adapters=max_adapters, max_bytes=max_bytes, max_requests=max_requests, full_for=full_for)
         service = Service(models, folder, seed=run.seed, limits=limits, models_in_memory=models_in_memory)
 
@@ -84,3 +97,20 @@ def serve(
             uvicorn.Server(listener).run(sockets=[socket])
         finally:
             shown.close()
+
+
+def _load(bases: Mapping[str, Config], folder: Path, stack: ExitStack) -> Mapping[str, ServedModels]:
+    """Return the models of each base, once they are loaded; `stack` ends what they are in."""
+    from skyrl_train.serve import Models
+
+    given: dict[str, tuple[LearnerSettings, GeneratorConfig]] = {
+        # A worker computes by itself, whatever there is beside it.
+        name: (replace(learner_settings(each, "policy"), strategy=StrategyConfig()), each.generator)
+        for name, each in bases.items()
+    }
+    run = next(iter(bases.values()))
+    if run.placement.backend == "inline":
+        return {name: Models(*each) for name, each in given.items()}
+    from skyrl_train.runs.construction.on_ray import start_served_models
+
+    return start_served_models(given, run.placement, folder, stack, run_name=run.run_name)

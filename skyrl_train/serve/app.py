@@ -216,7 +216,7 @@ class _Api:
 
     async def _capabilities(self, call: Call) -> Any:
         models = [
-            {"model_name": name, "max_context_length": each.max_length, "trainable": True, "sampleable": True}
+            {"model_name": name, "max_context_length": each.about.max_length, "trainable": True, "sampleable": True}
             for name, each in self._service.bases.by_name.items()
         ]
         denied = () if self._service.limits.full_for == call.tenant else ("full_fine_tuning",)
@@ -257,7 +257,7 @@ class _Api:
             "model_id": model.model_id,
             "model_name": name,
             **_kind(model.facts),
-            "model_data": {"arch": bases.of(base).architecture, "model_name": name, "tokenizer_id": name},
+            "model_data": {"arch": bases.of(base).about.architecture, "model_name": name, "tokenizer_id": name},
         }
 
     async def _ordered(

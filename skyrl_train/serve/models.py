@@ -1,6 +1,10 @@
 """What the server computes with: learners of adapters on one base, and of a copy of it of which all weights are trained; the
 engines that sample from what they saved.
 
+    ServedModels      what the server asks of a base
+      Models          in this process
+      RayModels       the same in workers on Ray, each of which has `Models` of its own (`cluster/served_models.py`)
+
 Everything here blocks, or belongs to the engine's loop; `service.py` decides what is called when.
 """
 
@@ -8,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_train.batch.steps import TargetRows
@@ -24,7 +30,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, LoraConfig, OptimizerConfig
 from skyrl_train.errors import NonFiniteError, SaveError
-from skyrl_train.inference import HFEngine, load_for_engine
+from skyrl_train.inference import HFEngine, ScoredSequence, load_for_engine
 from skyrl_train.learner import AdamWStep, AdapterLearners, AdapterPass, RowLossLearner, TokenLosses, read_model
 from skyrl_train.model import empty_causal_lm, load_tokenizer
 from skyrl_train.model.files import export_model
@@ -35,6 +41,7 @@ from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
 from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import make_folder, sync_folder
 from skyrl_train.telemetry import to_values
+from skyrl_train.types import GenerationOutput, GenerationRequest
 
 ALPHA = 32.0
 """Of every adapter, whatever its rank, as the hosted service has it."""
@@ -91,10 +98,113 @@ class Rows:
         return forward_backward_output(outputs, {"loss:sum": float(found.losses.sum())})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is sampled from."""
+
+    folder: Path
+    facts: ModelFacts
+
+    @property
+    def name(self) -> str:
+        """What engines call it."""
+        return f"s{'-'.join(self.folder.parts[-3:])}"
+
+
+class Sampled(ABC):
+    """Weights that answer requests."""
+
+    @abstractmethod
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return the answer to a request, of which the seed decides. Raises EngineError."""
+
+    @abstractmethod
+    async def score(
+        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None
+    ) -> ScoredSequence:
+        """As `HFEngine.score`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseFacts:
+    """What a base is, for who checks what is asked of it."""
+
+    architecture: str
+    vocabulary: int
+    max_length: int
+    """Tokens of a context."""
+    full_bytes: int
+    """What is taken where all weights are trained: they, their gradients and AdamW's two averages, in float32."""
+    is_deterministic: bool
+
+
+class ServedModels(ABC):
+    """A base model, the adapters on it, and the base's own samples. All but `sampled_from` blocks."""
+
+    about: BaseFacts
+    tokenizer: Any
+
+    @abstractmethod
+    def create(self, name: str, facts: ModelFacts) -> None:
+        """Make a model's learner and its optimizer, if they are not there. Raises ModelError."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Forget a model's learner, its optimizer and what they hold on the device, if it is there."""
+
+    @abstractmethod
+    def has_gradient(self, name: str) -> bool:
+        """Whether something was added to an adapter's gradient since its last step."""
+
+    @abstractmethod
+    def forward_backward(self, name: str, rows: Rows) -> bytes:
+        """Return the message of a pass, whose gradient is accumulated where there is one. Raises NonFiniteError."""
+
+    @abstractmethod
+    def together(self, asked: Mapping[str, Rows]) -> dict[str, bytes]:
+        """Return the messages of passes of several adapters, computed as one pass; all have rows, and gradients, or none of
+        them. Of adapters that are not in what it returns, and of all where it raises, the gradients are what they were."""
+
+    @abstractmethod
+    def optim_step(self, name: str, step: AdamWStep) -> Mapping[str, float]:
+        """Step, and return the norm of the gradient before clipping. Raises NonFiniteError, with the gradient dropped."""
+
+    @abstractmethod
+    def save(self, name: str, folder: Path, *, with_optimizer: bool) -> int:
+        """Write the adapter, or all weights, into a new folder, there whole or not at all; returns its bytes. Raises
+        SaveError."""
+
+    @abstractmethod
+    def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Take the state of a folder, and drop a gradient. Raises CheckpointError."""
+
+    @abstractmethod
+    def export(self, saved: Path, folder: Path) -> None:
+        """Write all weights that were saved, as `from_pretrained` reads them. Raises CheckpointError, ModelError."""
+
+    @abstractmethod
+    def sampled_from(self, saved: Saved | None) -> AbstractAsyncContextManager[Sampled]:
+        """Within it, what answers with a checkpoint, or with the base where there is none."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Raises DeadlineError."""
+
+    def take_lost(self) -> frozenset[str]:
+        """Return the models that were lost with a worker since the last time; none in one process."""
+        return frozenset()
+
+    def rows(self, request: ForwardBackward) -> Rows:
+        """Return what a pass computes. Raises Refused, BatchError."""
+        loss = loss_of(request.loss, request.config)
+        found = rows_of(request, vocabulary=self.about.vocabulary, max_length=self.about.max_length)
+        return Rows(of_targets=found, loss=loss, backward=request.backward)
+
+
 class Bases:
     """The base models of a server, by the names that clients know them by."""
 
-    def __init__(self, by_name: Mapping[str, Models]) -> None:
+    def __init__(self, by_name: Mapping[str, ServedModels]) -> None:
         """The first is the one of whatever was recorded without a name."""
         self.by_name, self._first = by_name, next(iter(by_name))
 
@@ -110,7 +220,7 @@ class Bases:
         """Return the name of a base that was recorded."""
         return recorded or self._first
 
-    def of(self, recorded: str) -> Models:
+    def of(self, recorded: str) -> ServedModels:
         """Return a base that was recorded. Raises Refused for one that this server was started without."""
         found = self.by_name.get(self.name(recorded))
         if found is None:
@@ -127,8 +237,8 @@ class Bases:
             raise Refused(message)
 
 
-class Models:
-    """A base model, the adapters on it, and the base's own samples."""
+class Models(ServedModels):
+    """They, in this process."""
 
     def __init__(self, settings: LearnerSettings, generator: GeneratorConfig) -> None:
         """Load them. Raises ModelError, EngineError."""
@@ -136,27 +246,25 @@ class Models:
         self.learners = AdapterLearners(settings)
         self._base_weights = self.learners.base_weights()
         self._trained: dict[str, RowLossLearner] = {}
-        self.is_deterministic = settings.deterministic
         self.tokenizer = load_tokenizer(settings.model)
         self.engine = self._new_engine()
         self.engine.share_weights(self._base_weights)
         self._full_engine = _FullEngine()
         architecture = read_config(settings.model.path, revision=settings.model.revision)
-        self.architecture = str(architecture.get("model_type", "unknown"))
         text = self.learners.model.config.get_text_config()
-        self.vocabulary = int(text.vocab_size)
-        self.max_length = int(getattr(text, "max_position_embeddings", 0) or generator.max_context_length)
+        self.about = BaseFacts(
+            architecture=str(architecture.get("model_type", "unknown")),
+            vocabulary=int(text.vocab_size),
+            max_length=int(getattr(text, "max_position_embeddings", 0) or generator.max_context_length),
+            full_bytes=sum(16 * weight.numel() for weight in self._base_weights.values()),
+            is_deterministic=settings.deterministic,
+        )
         self._in_engine: OrderedDict[str, None] = OrderedDict()
         self._in_use: dict[str, int] = {}
         self._loading = asyncio.Lock()
 
-    @property
-    def full_bytes(self) -> int:
-        """What is taken where all weights are trained: they, their gradients and AdamW's two averages, in float32."""
-        return sum(16 * weight.numel() for weight in self._base_weights.values())
-
     def create(self, name: str, facts: ModelFacts) -> None:
-        """Make a model's learner and its optimizer, if they are not there. Raises ModelError."""
+        """Make it on the device, beside the others."""
         if name in self._trained:
             return
         optimizer = OptimizerConfig(name="adamw")
@@ -167,30 +275,23 @@ class Models:
             self._trained[name] = self.learners.create(name, lora, seed=facts.seed, optimizer=optimizer)
 
     def remove(self, name: str) -> None:
-        """Forget a model's learner, its optimizer and what they hold on the device, if it is there."""
+        """Forget it, and what it holds on the device."""
         if self._trained.pop(name, None) is not None:
             self.learners.remove(name)
 
     def has_gradient(self, name: str) -> bool:
-        """Whether something was added to an adapter's gradient since its last step."""
+        """Whether its learner is here, and has one."""
         return name in self._trained and self._trained[name].engine.has_gradient
 
-    def rows(self, request: ForwardBackward) -> Rows:
-        """Return what a pass computes. Raises Refused, BatchError."""
-        loss = loss_of(request.loss, request.config)
-        found = rows_of(request, vocabulary=self.vocabulary, max_length=self.max_length)
-        return Rows(of_targets=found, loss=loss, backward=request.backward)
-
     def forward_backward(self, name: str, rows: Rows) -> bytes:
-        """Return the message of a pass, whose gradient is accumulated where there is one. Raises NonFiniteError."""
+        """Compute the pass; one without rows has the message of an empty one."""
         batch, zero = rows.of_targets.batch, torch.zeros(0, dtype=torch.float64)
         if batch is None:
             return rows.message(TokenLosses(logprobs=zero, losses=zero))
         return rows.message(self._trained[name].forward_losses(batch, [rows.loss], backward=rows.backward))
 
     def together(self, asked: Mapping[str, Rows]) -> dict[str, bytes]:
-        """Return the messages of passes of several adapters, computed as one pass; all have rows, and gradients, or none of
-        them. Raises what one of them would, and all gradients are what they were then."""
+        """Compute all of them, or none: raises what one of them would."""
         backward = any(rows.backward for rows in asked.values())
         passes = {
             name: AdapterPass(batch=rows.of_targets.batch, loss=rows.loss)
@@ -201,13 +302,12 @@ class Models:
         return {name: rows.message(found[name]) for name, rows in asked.items()}
 
     def optim_step(self, name: str, step: AdamWStep) -> Mapping[str, float]:
-        """Step, and return the norm of the gradient before clipping. Raises NonFiniteError, with the gradient dropped."""
+        """Step with the settings that the client sent."""
         metrics = to_values(self._trained[name].optim_step(step))
         return {f"{key.rpartition('/')[2]}:mean": value for key, value in metrics.items()}
 
     def save(self, name: str, folder: Path, *, with_optimizer: bool) -> int:
-        """Write the adapter, or all weights, into a new folder, there whole or not at all; returns its bytes. Raises
-        SaveError."""
+        """Write beside `folder`, and rename."""
         unfinished = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
@@ -226,8 +326,23 @@ class Models:
         return sum(size for size, _ in sums.values())
 
     def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Take the state of a folder, and drop a gradient. Raises CheckpointError."""
+        """Read what `save` wrote."""
         self._trained[name].load(folder, with_optimizer=with_optimizer)
+
+    @asynccontextmanager
+    async def sampled_from(self, saved: Saved | None) -> AsyncIterator[Sampled]:
+        """The one engine answers with the base and with adapters, another one with all weights of a checkpoint."""
+        if saved is None:
+            yield _InEngine(self.engine)
+        elif saved.facts.is_full:
+            async with self.full_weights(saved.folder) as engine:
+                yield _InEngine(engine)
+        else:
+            await self.adapter_for(saved.name, saved.folder, saved.facts)
+            try:
+                yield _InEngine(self.engine, saved.name)
+            finally:
+                self.release(saved.name)
 
     async def adapter_for(self, sampler: str, folder: Path, facts: ModelFacts) -> None:
         """Have the engine answer with what was saved in `folder` under the name `sampler`, until `release`."""
@@ -276,12 +391,12 @@ class Models:
             yield engine
 
     def export(self, saved: Path, folder: Path) -> None:
-        """Write all weights that were saved, as `from_pretrained` reads them. Raises CheckpointError, ModelError."""
+        """Write them with the base's configuration and tokenizer."""
         model = self._settings.model
         export_model(folder, empty_causal_lm(model), self._all_weights(saved), model)
 
     def close(self) -> None:
-        """Raises DeadlineError."""
+        """End both engines."""
         self._full_engine.close()
         self.engine.close()
 
@@ -301,6 +416,20 @@ class Models:
     def _lora(self, facts: ModelFacts) -> LoraConfig:
         targets = self.learners.targets(attention=facts.train_attn, mlp=facts.train_mlp)
         return LoraConfig(rank=facts.rank, alpha=ALPHA, targets=targets)
+
+
+@dataclass(frozen=True)
+class _InEngine(Sampled):
+    engine: HFEngine
+    adapter: str = ""
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        return await self.engine.generate(replace(request, adapter=self.adapter))
+
+    async def score(
+        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None
+    ) -> ScoredSequence:
+        return await self.engine.score(tokens, adapter=self.adapter, top_k=top_k, targets=targets)
 
 
 class _FullEngine:

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.inference import HFEngine
 from skyrl_train.serve.asked import Sample, checked
-from skyrl_train.serve.models import Bases, Models
+from skyrl_train.serve.models import Bases, Sampled, Saved
 from skyrl_train.serve.records import Records, Request, Sampler
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import sample_response, targets_of_json, tokens_of_json
@@ -39,12 +38,12 @@ class Sampling:
         if refused := [name for name in _NOT_SERVED if content.get(name)]:
             raise Refused(f"{refused[0]} is not served; prompt_logprobs, topk_ and target_prompt_logprobs are")
         asked = checked(Sample, content, "asample")
-        tokens, vocabulary = tokens_of_json(asked.prompt), models.vocabulary
+        tokens, vocabulary = tokens_of_json(asked.prompt), models.about.vocabulary
         size = len(tokens)
         if not size or not 0 <= tokens.min() <= tokens.max() < vocabulary:
             raise Refused(f"prompt must have at least one token, and token ids from 0 to {vocabulary - 1}")
-        if size >= models.max_length:
-            raise Refused(f"a prompt of {size} tokens leaves no room in a context of {models.max_length}")
+        if size >= models.about.max_length:
+            raise Refused(f"a prompt of {size} tokens leaves no room in a context of {models.about.max_length}")
         if asked.prompt_logprobs_last_n is not None and asked.prompt_logprobs_last_n >= size:
             raise Refused(f"prompt_logprobs_last_n must be at most {size - 1}")
         if asked.target_prompt_logprobs is not None:
@@ -59,23 +58,15 @@ class Sampling:
 
     async def run(self, request: Request) -> bytes:
         """Return the message of the samples. Raises Refused, EngineError."""
-        sampler = self._records.samplers[request.owner]
+        sampler, saved = self._records.samplers[request.owner], None
         models = self._bases.of(self._records.base_of(sampler))
-        if sampler.path is None:
-            return await self._run(request, models, models.engine)
-        checkpoint = self._records.checkpoint(sampler.tenant, sampler.path)
-        folder = self._folder / checkpoint.folder
-        if checkpoint.facts.is_full:
-            async with models.full_weights(folder) as engine:
-                return await self._run(request, models, engine)
-        name = f"s{checkpoint.folder.replace('/', '-')}"
-        await models.adapter_for(name, folder, checkpoint.facts)
-        try:
-            return await self._run(request, models, models.engine, name)
-        finally:
-            models.release(name)
+        if sampler.path is not None:
+            checkpoint = self._records.checkpoint(sampler.tenant, sampler.path)
+            saved = Saved(folder=self._folder / checkpoint.folder, facts=checkpoint.facts)
+        async with models.sampled_from(saved) as sampled:
+            return await self._run(request, sampled, models.about.max_length)
 
-    async def _generate(self, whole: GenerationRequest, engine: HFEngine) -> GenerationOutput:
+    async def _generate(self, whole: GenerationRequest, sampled: Sampled) -> GenerationOutput:
         """Return a response that is asked for in parts, each with the tokens before it as its prompt."""
         most = whole.sampling.max_generate_length
         tokens: tuple[int, ...] = ()
@@ -88,12 +79,12 @@ class Sampling:
                 sampling=replace(whole.sampling, max_generate_length=min(size, most - len(tokens))),
                 seed=derive_seed(whole.seed, "part", len(tokens)) if tokens else whole.seed,
             )
-            output = await engine.generate(part)
+            output = await sampled.generate(part)
             tokens, logprobs = tokens + output.token_ids, logprobs + output.logprobs
             if output.stop_reason is not StopReason.LENGTH or len(tokens) >= most:
                 return GenerationOutput(token_ids=tokens, logprobs=logprobs, stop_reason=output.stop_reason)
 
-    async def _run(self, request: Request, models: Models, engine: HFEngine, adapter: str = "") -> bytes:
+    async def _run(self, request: Request, sampled: Sampled, max_length: int) -> bytes:
         asked = checked(Sample, request.content, "asample")
         tokens = tuple(tokens_of_json(asked.prompt).tolist())
         given = asked.sampling_params.seed
@@ -102,26 +93,25 @@ class Sampling:
             GenerationRequest(
                 request_id=f"{request.request_id}:{index:04d}",
                 prompt_token_ids=tokens,
-                sampling=asked.sampling_params.sampling(models.max_length - len(tokens)),
+                sampling=asked.sampling_params.sampling(max_length - len(tokens)),
                 seed=derive_seed(seed, "sample", index),
-                adapter=adapter,
                 stop_token_ids=asked.sampling_params.stop_token_ids,
                 ignores_eos=asked.sampling_params.stop == [],
             )
             for index in range(asked.num_samples)
         ]
-        outputs = await asyncio.gather(*(self._generate(each, engine) for each in requests))
+        outputs = await asyncio.gather(*(self._generate(each, sampled) for each in requests))
         scored, top, of_targets = None, asked.topk_prompt_logprobs, None
         named = None if asked.target_prompt_logprobs is None else targets_of_json(asked.target_prompt_logprobs)
         if top or asked.prompt_logprobs or named is not None:
             targets = None if named is None else np.maximum(named[1], 0)
-            scored = await engine.score(tokens, adapter=adapter, top_k=top, targets=targets)
+            scored = await sampled.score(tokens, top_k=top, targets=targets)
             if named is not None:
                 of_targets = named[0], np.where(named[1] < 0, np.float32(0), scored.target_logprobs)
         of_samples = []
         for output in outputs if asked.topk_sample_logprobs else ():
             both = (*tokens, *output.token_ids)
-            whole = await engine.score(both, adapter=adapter, top_k=asked.topk_sample_logprobs)
+            whole = await sampled.score(both, top_k=asked.topk_sample_logprobs)
             of_samples.append(whole.behind(len(tokens) - 1))
         num_blank = len(tokens) - (asked.prompt_logprobs_last_n or len(tokens))
         return sample_response(

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.errors import ActorLostError
 from skyrl_train.serve.ledger import Ledger
 from skyrl_train.serve.records import Model, Promise, Request
 from skyrl_train.serve.refusals import Refused
@@ -27,6 +29,10 @@ _TOGETHER_BYTES = 256 << 10
 """Of the bodies of passes that are computed together: more of them leave no time between tokens to save."""
 _GAP_TIMEOUT_S = 600.0
 """How long a request waits for one with a lower sequence number that never comes."""
+
+_MAX_LOST = 5
+"""Turns in a row that may be lost with their workers, before the server says that it executes nothing any more."""
+_Promises = list[tuple[int, str, Promise]]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +64,8 @@ class Scheduler:
             is_sampled=lambda sampler: any(each.rpartition(":")[0] == sampler for each in self._samples),
         )
         self._is_closing = False
+        self._num_lost = 0
+        """Turns in a row."""
         self._wake = asyncio.Event()
         self._turns: asyncio.Task[None] | None = None
         self._samples: dict[str, asyncio.Task[None]] = {}
@@ -65,23 +73,21 @@ class Scheduler:
     async def start(self) -> int:
         """Go on with what was accepted; returns how many verbs are executed once more, those of each model when it is next
         asked for something. Raises SkyrlTrainError."""
-        by_model: dict[str, list[tuple[int, str, Promise]]] = {}
-        for request_id, promise in self._records.promises.items():
-            by_model.setdefault(promise.owner, []).append((promise.seq, request_id, promise))
+        promises = self._promises()
         # Those of a base that is not served now wait until it is.
         loaded = [each for each in self._records.models.values() if each.is_loaded and self._verbs.can_execute(each)]
         for model in loaded:
             model.next_seq = max(1, model.anchor + 1)
-            for seq, request_id, promise in sorted(by_model.pop(model.model_id, ()), key=lambda each: each[0]):
+            own = promises.pop(model.model_id, [])
+            for seq, request_id, promise in own:
                 if not promise.done.is_set():
                     model.waiting[seq] = self._ledger.request(request_id)
                     model.next_seq = min(model.next_seq, seq) if seq == model.anchor else model.next_seq
-                    continue
-                model.next_seq = max(model.next_seq, seq + 1)
-                if seq > model.anchor and promise.verb in CHANGES_MODEL and not promise.was_skipped:
-                    model.behind_anchor.append(request_id)
-        for owner, promises in by_model.items():
-            for _, request_id, promise in promises if owner in self._records.samplers else ():
+                else:
+                    model.next_seq = max(model.next_seq, seq + 1)
+            model.behind_anchor.extend(_behind(model.anchor, own))
+        for owner, of_owner in promises.items():
+            for _, request_id, promise in of_owner if owner in self._records.samplers else ():
                 if not promise.done.is_set():
                     self._begin_sample(self._ledger.request(request_id))
         self._turns = asyncio.create_task(self._take_turns())
@@ -135,18 +141,45 @@ class Scheduler:
                     continue
                 self._wake.set()
                 together = self._together_with(model, request)
-                lines = await self._execute(together)
-                await asyncio.gather(*(self._conclude(*each, line) for each, line in zip(together, lines)))
+                done = [(*each, line) for each, line in zip(together, await self._execute(together)) if line]
+                await asyncio.gather(*(self._conclude(*each) for each in done))
+                self._num_lost = 0 if done else self._num_lost + 1
+                self._take_lost()
 
-    async def _execute(self, together: list[tuple[Model, Request]]) -> list[Line]:
-        """The outcomes of these requests, whose models are brought to memory first."""
+    async def _execute(self, together: list[tuple[Model, Request]]) -> Sequence[Line | None]:
+        """The outcomes of these requests, whose models are brought to memory first. Of a model that is lost with its worker
+        there is none, and its turn comes again. Raises ActorLostError where that goes on."""
         try:
-            await self._upkeep.bring([model for model, request in together])
-        except Exception as error:
-            return [failed(error, request) for _, request in together]
-        if len(together) > 1:
-            return await self._verbs.execute_passes(together)
-        return [await self._verbs.execute(*together[0])]
+            try:
+                await self._upkeep.bring([model for model, request in together])
+            except ActorLostError:
+                raise
+            except Exception as error:
+                return [failed(error, request) for _, request in together]
+            if len(together) > 1:
+                return await self._verbs.execute_passes(together)
+            return [await self._verbs.execute(*together[0])]
+        except ActorLostError as error:
+            if self._num_lost == _MAX_LOST:
+                raise
+            logger.warning("%d requests are executed once more: %s", len(together), error)
+            return [None] * len(together)
+
+    def _take_lost(self) -> None:
+        """Have models that were lost with their worker come back from their anchors when they are asked for something."""
+        if lost := self._verbs.take_lost():
+            promises = self._promises()
+            for model in self._records.models.values():
+                if model.name in lost and model.is_loaded:
+                    model.is_in_memory = False
+                    model.behind_anchor[:] = _behind(model.anchor, promises.get(model.model_id, []))
+
+    def _promises(self) -> dict[str, _Promises]:
+        """What was accepted, by its owner, in the order of sequence numbers."""
+        found: dict[str, _Promises] = {}
+        for request_id, promise in self._records.promises.items():
+            found.setdefault(promise.owner, []).append((promise.seq, request_id, promise))
+        return {owner: sorted(each, key=lambda one: one[0]) for owner, each in found.items()}
 
     def _next(self, model: Model) -> Request | None:
         """The request of a model whose turn it is, if it is on disk."""
@@ -212,3 +245,12 @@ class Scheduler:
         model.next_seq = seq + 1
         task = asyncio.ensure_future(self._ledger.settle(request, line))
         task.add_done_callback(lambda _: self._wake.set())
+
+
+def _behind(anchor: int, promises: _Promises) -> list[str]:
+    """The requests behind an anchor that changed the model, which are executed once more from there."""
+    return [
+        request_id
+        for seq, request_id, promise in promises
+        if promise.done.is_set() and seq > anchor and promise.verb in CHANGES_MODEL and not promise.was_skipped
+    ]

@@ -19,7 +19,7 @@ from skyrl_train.serve.asked import Adam, Adapter, checked
 from skyrl_train.serve.checkpoints import Checkpoints
 from skyrl_train.serve.ledger import Ledger
 from skyrl_train.serve.limits import Limits
-from skyrl_train.serve.models import Bases, ModelFacts, Models
+from skyrl_train.serve.models import Bases, ModelFacts, ServedModels
 from skyrl_train.serve.records import MAKES_MODEL, Checkpoint, Outcome
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.sampling import Sampling
@@ -42,7 +42,7 @@ class Service:
 
     def __init__(
         self,
-        bases: Mapping[str, Models],
+        bases: Mapping[str, ServedModels],
         folder: Path,
         *,
         seed: int,
@@ -69,7 +69,7 @@ class Service:
             folder,
             anchor_every=anchor_every,
             models_in_memory=models_in_memory,
-            packs=not any(each.is_deterministic for each in bases.values()),
+            packs=not any(each.about.is_deterministic for each in bases.values()),
         )
 
     async def start(self) -> int:
@@ -220,7 +220,7 @@ class Service:
                 facts = ModelFacts(**content["facts"])
                 models = self.bases.of(facts.base)
                 if facts.is_full:
-                    self.limits.require_full(self.records, tenant, models.full_bytes)
+                    self.limits.require_full(self.records, tenant, models.about.full_bytes)
         request_id, request = await self.ledger.accept(tenant, verb, owner, seq, content, body)
         if request is not None:
             self._scheduler.begin(request)

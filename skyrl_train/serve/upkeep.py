@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skyrl_train.errors import SaveError
+from skyrl_train.errors import ActorLostError, SaveError
 from skyrl_train.serve.ledger import Ledger
 from skyrl_train.serve.records import Checkpoint, Model, Request
 from skyrl_train.serve.verbs import LOADS, Line, Verbs
@@ -86,12 +86,13 @@ class Upkeep:
             await self.anchor(model, request.seq)
 
     async def anchor(self, model: Model, seq: int) -> bool:
-        """Have the state behind a request on disk, and say so; where the disk refuses, more is executed once more."""
+        """Have the state behind a request on disk, and say so; where the disk refuses, or the worker is lost, more is
+        executed once more."""
         before = model.anchor
         if before != seq:
             try:
                 await self._verbs.write_anchor(model, seq)
-            except SaveError as error:
+            except (SaveError, ActorLostError) as error:
                 logger.warning("no anchor of %s: %s", model.model_id, error)
                 return False
             await self._ledger.note({"anchor": model.model_id, "seq": seq})

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
+from skyrl_train.errors import ActorLostError, BatchError, CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
 from skyrl_train.serve import wire
 from skyrl_train.serve.asked import Adam, Save, checked
 from skyrl_train.serve.limits import Limits
-from skyrl_train.serve.models import Bases, Models, Rows
+from skyrl_train.serve.models import Bases, Rows, ServedModels
 from skyrl_train.serve.records import KINDS, Model, Records, Request, checked_name
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.system import WorkerThread
@@ -59,15 +59,18 @@ class Verbs:
         }
 
     async def execute(self, model: Model, request: Request) -> Line:
-        """Return the outcome of a verb, whatever it raises."""
+        """Return the outcome of a verb, whatever it raises but ActorLostError, behind which it is executed once more."""
         try:
             return await self._verbs[request.verb](model, request)
+        except ActorLostError:
+            raise
         except Exception as error:
             return failed(error, request)
 
-    async def execute_passes(self, asked: Sequence[tuple[Model, Request]]) -> list[Line]:
+    async def execute_passes(self, asked: Sequence[tuple[Model, Request]]) -> list[Line | None]:
         """Return the outcomes of passes of several models, in one pass as far as they can be. What is refused, has no rows,
-        or has no gradient where most have one, is executed by itself; so are all where one of them breaks."""
+        or has no gradient where most have one, is executed by itself; so are all where one of them breaks. There is none of
+        a model that was lost with its worker."""
         rows: dict[str, Rows] = {}
         for model, request in asked:
             with suppress(Exception):  # it is told in its own turn
@@ -81,10 +84,15 @@ class Verbs:
                 found = await self._call(self._models(asked[0][0]).together, fits)
             except Exception as error:
                 logger.info("passes of %d models are computed one by one: %s", len(fits), error)
-        return [
-            _of_pass(found[model.name]) if model.name in found else await self.execute(model, request)
-            for model, request in asked
-        ]
+        lines: list[Line | None] = []
+        for model, request in asked:
+            try:
+                data = found.get(model.name)
+                lines.append(_of_pass(data) if data is not None else await self.execute(model, request))
+            except ActorLostError as error:
+                logger.warning("%s of %s is executed once more: %s", request.verb, model.model_id, error)
+                lines.append(None)
+        return lines
 
     async def restore(self, model: Model) -> None:
         """Make the model's learner, and bring it to its anchor. Raises CheckpointError, ModelError."""
@@ -112,6 +120,10 @@ class Verbs:
     def can_execute(self, model: Model) -> bool:
         """Whether the base of a model is served."""
         return self._bases.name(model.facts.base) in self._bases.by_name
+
+    def take_lost(self) -> frozenset[str]:
+        """Return the names of models that were lost with a worker since the last time."""
+        return frozenset().union(*(each.take_lost() for each in self._bases.by_name.values()))
 
     async def close(self) -> None:
         """Let the running verb end."""
@@ -189,7 +201,7 @@ class Verbs:
             made["follows"] = model.model_id
         return {"json": {**answer, "sampling_session_id": sampler}, "checkpoint": checkpoint, "made": made}
 
-    def _models(self, model: Model) -> Models:
+    def _models(self, model: Model) -> ServedModels:
         return self._bases.of(model.facts.base)
 
     def _anchor(self, model: Model, seq: int) -> Path:

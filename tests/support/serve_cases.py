@@ -6,11 +6,14 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from skyrl_train import load_config
+
+if TYPE_CHECKING:
+    from skyrl_train.serve import ServedModels
 
 KEYS = {"tml-ann-key": "ann", "tml-bob-key": "bob"}
 BASE = "local/tiny_qwen2"
@@ -104,16 +107,25 @@ class Caller:
 @contextmanager
 def serving(folder: Path, *settings: str, also: Mapping[str, str] | None = None, **service: Any) -> Iterator[Any]:
     """The HTTP client of a server, which ends as at a signal. `also`: paths of more base models by their names."""
-    from starlette.testclient import TestClient
-
     from skyrl_train.config.derived import learner_settings
-    from skyrl_train.serve import Models, Service, make_app
+    from skyrl_train.serve import Models
 
     words = ["generator.sampling.temperature=1.0", *settings]
     bases = {}
     for name, own in {BASE: [], **{name: [f"model.path={path}"] for name, path in (also or {}).items()}}.items():
         config = load_config(*words, *own, settings={"output_dir": str(folder)})
         bases[name] = Models(learner_settings(config, "policy"), config.generator)
+    with serving_models(bases, folder, **service) as http:
+        yield http
+
+
+@contextmanager
+def serving_models(bases: Mapping[str, ServedModels], folder: Path, **service: Any) -> Iterator[Any]:
+    """The HTTP client of a server of these base models, which ends as at a signal."""
+    from starlette.testclient import TestClient
+
+    from skyrl_train.serve import Service, make_app
+
     made = Service(bases, folder, seed=0, **service)
     with TestClient(make_app(made, KEYS)) as http:
         http.service = made

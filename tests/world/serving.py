@@ -20,7 +20,7 @@ from typing import Any
 
 from skyrl_train.errors import EngineError, SaveError, SkyrlTrainError
 from skyrl_train.interfaces import HeldState
-from skyrl_train.serve import Models, Service, models, sampling, verbs
+from skyrl_train.serve import BaseFacts, Models, Service, models, sampling, verbs
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.system.files import log_lines, write_hashed
 from skyrl_train.telemetry import Last
@@ -125,7 +125,7 @@ class ToyModels(Models):
             targets=lambda **_: ("q_proj",),
         )
         self._trained, self.engine = {}, Engine(world, engine_fails)  # type: ignore[assignment]
-        self.architecture, self.vocabulary, self.max_length, self.is_deterministic = "toy", 50, 64, False
+        self.about = BaseFacts(architecture="toy", vocabulary=50, max_length=64, full_bytes=800, is_deterministic=False)
         self._in_engine, self._in_use, self._loading = OrderedDict(), {}, asyncio.Lock()
         self._full_engine = models._FullEngine()
 

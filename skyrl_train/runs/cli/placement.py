@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from skyrl_train.config import SFT_RULES, AnyConfig, Config, SFTConfig
 from skyrl_train.config.derived import gpus_needed, layout_of
@@ -102,7 +102,7 @@ def place(config: AnyConfig, devices: Devices | None = None, *, training: bool =
     if not devices.num_gpus:
         raise ConfigError([_no_gpu(config.placement, devices)])
     if isinstance(config, SFTConfig):
-        return _supervised(config, devices)
+        return _a_rank_a_device(config, devices, "fsdp2")
     if training and (recorded := _as_recorded(config, devices)) is not None:
         return recorded
     return Search(config, devices, training).chosen()
@@ -131,14 +131,27 @@ def _no_gpu(placement: PlacementConfig, devices: Devices) -> Violation:
     )
 
 
-def _supervised(config: SFTConfig, devices: Devices) -> SFTConfig:
+def place_replicas(config: Config) -> Config:
+    """The config of a server with its placement chosen where `placement.auto` asks for it: each GPU has the whole model.
+    Raises ConfigError as `place` does."""
+    if not config.placement.auto or config.platform.name == "cpu":
+        return place(config)
+    if violations := list(_stated(config.placement)):
+        raise ConfigError(violations)
+    devices = find_devices(config.placement)
+    if not devices.num_gpus:
+        raise ConfigError([_no_gpu(config.placement, devices)])
+    return _a_rank_a_device(config, devices, "ddp")
+
+
+def _a_rank_a_device(config: C, devices: Devices, strategy: Literal["fsdp2", "ddp"]) -> C:
     """One process on one GPU, a rank a GPU on several."""
     nodes, per_node = even_nodes(devices)
     if nodes * per_node == 1 and not config.placement.ray_address:
         return replace(config, placement=chosen(config.placement, backend="inline"))
-    strategy = replace(config.strategy, name="fsdp2") if config.strategy.kind == "single" else config.strategy
+    chosen_strategy = replace(config.strategy, name=strategy) if config.strategy.kind == "single" else config.strategy
     placement = chosen(config.placement, policy_num_nodes=nodes, policy_num_gpus_per_node=per_node)
-    return replace(config, placement=placement, strategy=strategy)
+    return replace(config, placement=placement, strategy=chosen_strategy)
 
 
 def _as_recorded(config: Config, devices: Devices) -> Config | None:

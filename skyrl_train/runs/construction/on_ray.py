@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from skyrl_train.cluster import (
     MakesRollouts,
     Placement,
     RayLearner,
+    RayModels,
     RayPlane,
     RayScorer,
     RaySession,
@@ -27,13 +29,14 @@ from skyrl_train.cluster import (
 from skyrl_train.config import TrainerConfig
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.derived import LearnerSettings, RunModels
-from skyrl_train.config.models import WEIGHT_BUCKET_BYTES, ModelConfig, PlacementConfig
-from skyrl_train.config.placement import Layout, Role, num_cpus
+from skyrl_train.config.models import WEIGHT_BUCKET_BYTES, GeneratorConfig, ModelConfig, PlacementConfig
+from skyrl_train.config.placement import Layout, Role, num_cpus, plan_layout
 from skyrl_train.inference import EngineSettings
 from skyrl_train.learner import BaseOfAdapter
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.sizes import largest_parameter, weight_bytes
 from skyrl_train.runs.construction.engines import Engines, device_sharing, request_gate, weight_sync
+from skyrl_train.serve import Models
 from skyrl_train.trainers import Learners
 from skyrl_train.weight_sync import DeviceSharing
 
@@ -175,3 +178,35 @@ class Cluster:
         file.write_text(json.dumps(identities, indent=1) + "\n", encoding="utf-8")
         base = BaseOfAdapter(policy.forward_base) if models.base_is_reference else None
         return Learners(policy=policy, reference=base or learners.get("reference"), critic=learners.get("critic"))
+
+
+def start_served_models(
+    bases: Mapping[str, tuple[LearnerSettings, GeneratorConfig]],
+    placement: PlacementConfig,
+    folder: Path,
+    stack: ExitStack,
+    *,
+    run_name: str,
+) -> dict[str, RayModels]:
+    """Return the base models of a server once they are loaded, each in workers of its own, as many as the policy has ranks.
+    `stack` ends them, and the session. Raises SkyrlTrainError where there is no room for them."""
+    placement = with_time_to_load(placement, [settings.model for settings, _ in bases.values()])
+    on_gpu = next(iter(bases.values()))[0].platform.name == "gpu"
+    layout = plan_layout(placement, roles=["policy"], gpu=on_gpu)
+    session = RaySession(placement, num_cpus=num_cpus(layout) * len(bases), name=run_name)
+    stack.callback(session.close)
+    found = {}
+    for name, (settings, generator) in bases.items():
+        waits_s = placement.wait_for_nodes_s if placement.ray_address else 0.0
+        places = Placement(layout, timeout_s=placement.start_timeout_s, wait_for_nodes_s=waits_s)
+        found[name] = RayModels(
+            partial(Models, settings, generator),
+            session,
+            placement,
+            places.slots("policy"),
+            num_threads=settings.platform.num_threads,
+            folder=folder,
+            tokenizer=load_tokenizer(settings.model),
+        )
+        stack.callback(found[name].close)
+    return found
