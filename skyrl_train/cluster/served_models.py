@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -374,23 +374,28 @@ class _OnWorker(Sampled):
         self._holding = asyncio.Lock()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await self._answer(lambda *at: self._models.ask(*at, ModelsWorker.generate, self._key, request))
+        return await self._answer(ModelsWorker.generate, self._key, request)
 
     async def score(
         self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None
     ) -> ScoredSequence:
-        key = self._key
-        return await self._answer(lambda *at: self._models.ask(*at, ModelsWorker.score, key, tokens, top_k, targets))
+        return await self._answer(ModelsWorker.score, self._key, tokens, top_k, targets)
 
     async def let_go(self) -> None:
         if self._at is not None:
             with suppress(ActorLostError):
                 await self._models.ask(*self._at, ModelsWorker.let_go, self._key)
 
-    async def _answer(self, ask: Callable[[int, RemoteActor], Awaitable[R]]) -> R:
+    async def _answer(
+        self,
+        method: Callable[Concatenate[ModelsWorker, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                return await ask(*await self._held())
+                index, actor = await self._held()
+                return await self._models.ask(index, actor, method, *args, **kwargs)
             except ActorLostError as error:
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise

@@ -170,7 +170,7 @@ class Scheduler:
         if lost := self._verbs.take_lost():
             promises = self._promises()
             for model in self._records.models.values():
-                if model.name in lost and model.is_loaded:
+                if model.name in lost:
                     model.is_in_memory = False
                     model.behind_anchor[:] = _behind(model.anchor, promises.get(model.model_id, []))
 

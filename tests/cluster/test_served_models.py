@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.skipif(not HAS_SCHEMA, reason=NEE
 PLACEMENT = PlacementConfig(backend="ray", policy_num_workers=2, start_timeout_s=600.0, silence_timeout_s=20.0)
 SETTINGS = ("generator.sampling.temperature=1.0", "deterministic=true")
 TENANTS = 3
+OTHERS = ("step 1", "samples 2")
+"""Moments that take too long for every commit."""
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def test_answers_are_those_of_one_process(session: RaySession, tmp_path: Path, i
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("moment", ["step 1", "passes 1", "samples 2"])
+@pytest.mark.parametrize("moment", ["passes 1", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)])
 def test_a_worker_that_is_lost_changes_no_answer(
     session: RaySession, tmp_path: Path, inline: list[Any], moment: str, number: int
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_worker_that_is_lost_changes_no_answer(
         assert http.models.actors[0].identity.pid != lost[0], "it was started again"
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_started_again_on_ray_goes_on_from_one_process(session: RaySession, tmp_path: Path) -> None:
     with serving(tmp_path, *SETTINGS[1:], anchor_every=2) as http:
         caller = Caller(http)

@@ -50,8 +50,13 @@ class Caller:
         return answer.json()
 
     def outcome(self, promise: Mapping[str, Any]) -> Any:
-        """What became of a promise."""
-        return self.send("retrieve_future", {"request_id": promise["request_id"]})
+        """What became of a promise, however long that takes."""
+        while True:
+            sent = {"request_id": promise["request_id"]}
+            answer = self.http.post("/api/v1/retrieve_future", json=sent, headers=self.headers)
+            if answer.status_code != 408:
+                assert answer.status_code == 200, answer.text
+                return answer.json()
 
     def done(self, route: str, content: Any) -> Any:
         """The outcome of a verb, which succeeds."""
