@@ -11,9 +11,11 @@ import argparse
 import importlib.util
 import re
 import secrets
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from skyrl_train import config as schema, runs
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
@@ -24,6 +26,8 @@ from skyrl_train.system.files import keep_private, write_atomically
 _NEEDED = ("tinker", "starlette", "uvicorn", "peft")
 _KEY = re.compile(r"(tml-\S{8,}) ([A-Za-z0-9._-]{1,64})")
 _OF_MODEL = re.compile(r"\+*model[=.]")
+OF_SERVER = ("generator=hf", "strategy=single", "data=word_problems", "generator.sampling.temperature=1.0")
+"""On every platform, unless stated otherwise. No data is read: that of a GPU would have to be fetched."""
 _EXAMPLE = """
 export TINKER_BASE_URL={url} TINKER_API_KEY={key}
 
@@ -71,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"skyrl-serve needs {', '.join(missing)}: {install_command('serve')}, in Python 3.11 or later\n"
         )
         return 2
+    signal.signal(signal.SIGTERM, _end)
     try:
         _serve(args)
     except (SkyrlTrainError, OSError) as error:
@@ -79,6 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         pass
     return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End as by Ctrl-C: workers on Ray would outlive a process that a signal ends."""
+    del frame
+    raise SystemExit(128 + number)
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -95,7 +106,7 @@ def _serve(args: argparse.Namespace) -> None:
         sys.stdout.write(_EXAMPLE.format(url=url, key=key, model=model) + "\n")
         sys.stdout.flush()
 
-    words = ["generator.sampling.temperature=1.0", *args.settings, f"output_dir={args.folder.absolute()}"]
+    words = [*OF_SERVER, *args.settings, f"output_dir={args.folder.absolute()}"]
     bases: dict[str, schema.Config] = {}
     for given, *own in [[args.name], *args.also]:
         common = [word for word in words if not (own and _OF_MODEL.match(word))]
