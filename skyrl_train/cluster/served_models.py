@@ -122,13 +122,14 @@ class ModelsWorker:
 
     async def generate(self, key: str, request: GenerationRequest) -> GenerationOutput:
         """As `Sampled.generate`, of what is held."""
-        return await self._until_let_go(key, self._held[key][0].result().generate(request))
+        sampled = await self._held[key][0]
+        return await self._until_let_go(key, sampled.generate(request))
 
     async def score(
         self, key: str, tokens: Sequence[int], top_k: int, targets: NDArray[np.int64] | None
     ) -> ScoredSequence:
         """As `Sampled.score`, of what is held."""
-        sampled = self._held[key][0].result()
+        sampled = await self._held[key][0]
         return await self._until_let_go(key, sampled.score(tokens, top_k=top_k, targets=targets))
 
     async def _until_let_go(self, key: str, answer: Coroutine[Any, Any, R]) -> R:
@@ -294,7 +295,7 @@ class RayModels(ServedModels):
             if not (await asyncio.wait({sign}, timeout=limit_s))[0]:
                 actor.is_silent = True
                 raise ActorLostError(await silent_for(limit_s), phase="generate")
-        return answer.result()
+        return await answer
 
     def _call(
         self, name: str, method: Callable[Concatenate[Models, P], R], phase: Phase, /, *args: P.args, **kwargs: P.kwargs

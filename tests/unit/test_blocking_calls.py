@@ -113,6 +113,7 @@ EXCEPTIONS: Exceptions = {
     ): "held while calls are submitted, which does not wait for them",
     ("skyrl_train/cluster/engine_group.py", "asking.result"): _IS_DONE,
     ("skyrl_train/cluster/engine_group.py", "starting.wait"): _PENDING,
+    ("skyrl_train/cluster/served_models.py", "pending.wait"): _PENDING,
     ("skyrl_train/cluster/group_rollouts.py", "asyncio.as_completed"): "parts, whose engines must give signs of life",
     ("skyrl_train/cluster/group_rollouts.py", "task.exception"): _IS_DONE,
     ("skyrl_train/cluster/group_rollouts.py", "task.result"): _IS_DONE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +14,6 @@ from skyrl_train.config.models import PlatformConfig
 from skyrl_train.plan import machine as plan_machine, measured_cpu
 from skyrl_train.plan.forms.scale import MachineRates
 from skyrl_train.plan.machine import machine_rates, stated_rates
-from skyrl_train.runs.planning import main
 
 ONE, TWO = (PlatformConfig(name="cpu", device="cpu", num_threads=count) for count in (1, 2))
 FOUND = replace(stated_rates("cpu"), source="measured on this machine on 2026-01-01")
@@ -78,13 +79,19 @@ def test_a_plan_says_what_a_step_takes_and_from_what(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measured_cpu, "_measure", machine(busy=1.0))
-    settings = ["+experiment=gsm8k_multiturn", "platform=cpu"]
-    assert main(settings) == 0
+
+    def plan(*more: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["plan", "+experiment=gsm8k_multiturn", "platform=cpu", *more])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("skyrl_train.plan", run_name="__main__")
+        return ended.value.code
+
+    assert plan() == 0
     printed = capsys.readouterr()
     assert "rates      measured on this machine on 2026-01-01; without environments" in printed.out
     assert "update" in printed.out.partition("a step")[2].partition("\n")[0]
     assert "note: how fast this machine computes is measured" in printed.err
-    assert main(settings) == 0
+    assert plan() == 0
     assert "is measured" not in capsys.readouterr().err
-    assert main([*settings, "plan.rates=none"]) == 0
+    assert plan("plan.rates=none") == 0
     assert "time       not predicted (plan.rates=none" in capsys.readouterr().out
