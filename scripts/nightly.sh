@@ -31,6 +31,7 @@
 #                    test_vllm_engine: rounded matrices           tests/unit/model: what rounding makes of a matrix
 #                    test_vllm_in_flight: recompute; waiting      keep
 #                    test_learners: a rank that is stopped        one that is killed
+#                    test_served_models: all but two              answers as in one process; a worker is killed
 #   tests/trainers   test_declared_metrics: a run of each kind    agents, filters, a stream
 #                    test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
 #                    test_checkpoint_url: each; by the command    each fourth and ninth, in this process
