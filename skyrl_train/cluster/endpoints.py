@@ -9,15 +9,17 @@ An actor serves the public methods of the classes that it says, and nothing else
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
-from skyrl_train.cluster.calls import Answer, RemoteActor, Watch, kill
+from skyrl_train.cluster.calls import Answer, Identity, RemoteActor, Watch, kill, own_identity
 from skyrl_train.endpoints import Endpoint, Pending, Phase, method_name, served_methods
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.telemetry.logs import stacks
 from skyrl_train.weights import Bucket, StreamPlan
 
 if TYPE_CHECKING:
@@ -58,6 +60,33 @@ class Served:
         # What another actor answered is passed on as it is, be it an error.
         given = [each.unwrap() if isinstance(each, Answer) else each for each in args]
         return self._methods[key](*given, **kwargs)
+
+
+class AsyncHost:
+    """An actor whose event loop stays free. It serves itself and what is added to `_served`, each call of that on a thread."""
+
+    def __init__(self, role: str, secrets: Mapping[str, str]) -> None:
+        """`secrets` are environment variables that Ray must not see."""
+        os.environ.update(secrets)
+        stacks.answer(role)
+        self._served = Served()
+        self._served.add(type(self), self)
+
+    async def ping(self) -> bool:
+        """Give a sign of life, on a thread that nothing else occupies."""
+        return True
+
+    async def identify(self) -> Identity:
+        """Return where this process is."""
+        return own_identity()
+
+    async def invoke(self, key: str, *args: Any, **kwargs: Any) -> Answer:
+        """Answer for a method of what is served, on a thread."""
+        return await asyncio.to_thread(self._served.answer, key, args, kwargs)
+
+    async def invoke_coroutine(self, key: str, *args: Any, **kwargs: Any) -> Answer:
+        """Answer for a method of what is served that is awaited."""
+        return await self._served.answer_of_coroutine(key, args, kwargs)
 
 
 def answer_of(function: Callable[[], Any]) -> Answer:

@@ -8,13 +8,11 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.cluster.calls import Answer, Identity, own_identity
-from skyrl_train.cluster.endpoints import Served
+from skyrl_train.cluster.endpoints import AsyncHost
 from skyrl_train.cluster.images import Sent, arrived
 from skyrl_train.cluster.rollouts import Made, MakesRollouts, Part, RolloutsBesideEngine
 from skyrl_train.parts import ENGINES
 from skyrl_train.registry import PartSpec
-from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync import UpdatableEngine, updatable
 
@@ -26,8 +24,8 @@ T = TypeVar("T")
 _LOOK_EVERY_S = 0.2
 
 
-class EngineWorker:
-    """The actor of an engine. It serves itself, and from `start` on an `UpdatableEngine`, each call of it on a thread."""
+class EngineWorker(AsyncHost):
+    """The actor of an engine. It serves an `UpdatableEngine` from `start` on."""
 
     def __init__(
         self,
@@ -42,20 +40,17 @@ class EngineWorker:
         Args:
             backend: What makes the engine.
             settings: What it is made from.
-            secrets: Environment variables that Ray must not see.
+            secrets: As of `AsyncHost`.
             visible_devices: GPUs of an engine whose workers share those of several ranks; its own process has one of them
                 in Ray's books.
             rollouts: What makes rollouts here, where that is asked for.
         """
-        os.environ.update(secrets)
-        stacks.answer("inference engine")
+        super().__init__("inference engine", secrets)
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices)
         self._backend, self._settings, self._makes_rollouts = backend, settings, rollouts
         self._rollouts: RolloutsBesideEngine | None = None
         self._engine: UpdatableEngine | None = None
-        self._served = Served()
-        self._served.add(EngineWorker, self)
         self._running: dict[str, asyncio.Task[Any]] = {}
 
     async def ping(self) -> bool:
@@ -64,21 +59,9 @@ class EngineWorker:
             await asyncio.sleep(_LOOK_EVERY_S)
         return True
 
-    async def identify(self) -> Identity:
-        """Return where this process is."""
-        return own_identity()
-
     async def start(self) -> None:
         """Make the engine, which loads the model."""
         await asyncio.to_thread(self._load)
-
-    async def invoke(self, key: str, *args: Any, **kwargs: Any) -> Answer:
-        """Answer for a method of the engine, on a thread."""
-        return await asyncio.to_thread(self._served.answer, key, args, kwargs)
-
-    async def invoke_coroutine(self, key: str, *args: Any, **kwargs: Any) -> Answer:
-        """Answer for a method of this actor, or of the engine, that is awaited."""
-        return await self._served.answer_of_coroutine(key, args, kwargs)
 
     async def generate(self, request: GenerationRequest, images: Sent | None = None) -> GenerationOutput:
         """Return the engine's answer to a request, which travels without its images, until it is given up."""

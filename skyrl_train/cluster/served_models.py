@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -29,23 +28,20 @@ from numpy.typing import NDArray
 from skyrl_train.cluster.calls import (
     HEALTH,
     Answer,
-    Identity,
     RemoteActor,
     ask_for_sign_of_life,
     finds,
     kill,
-    own_identity,
     reason_of,
     silent_for,
 )
-from skyrl_train.cluster.endpoints import RayEndpoint, Served
+from skyrl_train.cluster.endpoints import AsyncHost, RayEndpoint
 from skyrl_train.cluster.learners import check_shared
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.endpoints import Phase
 from skyrl_train.errors import ActorLostError, SkyrlTrainError
 from skyrl_train.serve import BaseFacts, ModelFacts, Models, Rows, Sampled, Saved, ServedModels
-from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
 if TYPE_CHECKING:
@@ -62,27 +58,16 @@ _MAX_ATTEMPTS = 4
 logger = logging.getLogger(__name__)
 
 
-class ModelsWorker:
-    """The actor. It serves itself and `Models`, each call of those on a thread."""
+class ModelsWorker(AsyncHost):
+    """The actor. It serves `Models` from `start` on."""
 
     def __init__(self, load: Callable[[], Models], *, secrets: Mapping[str, str]) -> None:
-        """`secrets` are environment variables that Ray must not see."""
-        os.environ.update(secrets)
-        stacks.answer("serve worker")
+        """`secrets`: as of `AsyncHost`."""
+        super().__init__("serve worker", secrets)
         self._load = load
         self._models: Models | None = None
         self._held: dict[str, tuple[asyncio.Task[Sampled], AsyncExitStack]] = {}
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
-        self._served = Served()
-        self._served.add(ModelsWorker, self)
-
-    async def ping(self) -> bool:
-        """Give a sign of life, on a thread that nothing else occupies."""
-        return True
-
-    async def identify(self) -> Identity:
-        """Return where this process is."""
-        return own_identity()
 
     async def finds(self, marker: Path) -> str:
         """Return why this node cannot use the server's folder; see `calls.finds`."""
@@ -93,14 +78,6 @@ class ModelsWorker:
         self._models = await asyncio.to_thread(self._load)
         self._served.add(Models, self._models)
         return self._models.about
-
-    async def invoke(self, key: str, *args: Any, **kwargs: Any) -> Answer:
-        """Answer for a method of the models."""
-        return await asyncio.to_thread(self._served.answer, key, args, kwargs)
-
-    async def invoke_coroutine(self, key: str, *args: Any, **kwargs: Any) -> Answer:
-        """Answer for a method of this actor."""
-        return await self._served.answer_of_coroutine(key, args, kwargs)
 
     async def hold(self, key: str, saved: Saved | None) -> None:
         """Have what is sampled from at hand until `let_go`, under a new key. Raises as `Models.sampled_from`."""
