@@ -44,6 +44,22 @@ def claiming(side: int) -> bytes:
     return PICTURE[:12] + head + zlib.crc32(head).to_bytes(4, "big") + PICTURE[33:]
 
 
+BAD: Mapping[str, tuple[dict[str, Any], str]] = {
+    "a location": ({"type": "image_asset_pointer", "location": "file:///etc/passwd"}, "Send its bytes"),
+    "no base64": ({**image(PICTURE), "data": "!!"}, "data in base64"),
+    "no bytes": (image(b""), "not an image"),
+    "text": (image(b"hello"), "not an image"),
+    "half of a picture": (image(PICTURE[:50]), "damaged"),
+    "another format than it says": (image(encoded("JPEG")), "it is JPEG, and its format is stated as 'png'"),
+    "a format that is not read": (image(encoded("GIF"), format="gif"), "it is GIF"),
+    "a bomb": (image(claiming(30_000)), "data is refused"),
+    "too many pixels": (image(claiming(8_000)), "8000 x 8000 pixels; data.images.max_pixels=50000000"),
+    "too many bytes": (image(PICTURE + b"\0" * 20_000_000), "data.images.max_bytes=20000000"),
+    "another count of tokens": (image(PICTURE, expected_tokens=5), "expected_tokens=5, and it has 4; state 4"),
+}
+"""Chunks that are refused, and what is said of them."""
+
+
 def settled(caller: Caller, promise: Mapping[str, Any]) -> Any:
     found = caller.outcome(promise)
     assert "error" not in found, found

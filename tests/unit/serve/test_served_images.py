@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,7 @@ from skyrl_train.serve import wire
 from skyrl_train.serve.examples import loss_of
 from skyrl_train.serve.images import RequestImages
 from tests.support.serve_cases import HAS_SCHEMA, NEEDS_SCHEMA, Caller, datum, serving
-from tests.support.served_images import (
-    PICTURE,
-    TOKENS,
-    claiming,
-    encoded,
-    image,
-    logprobs,
-    sample,
-    settled,
-    shown,
-    text,
-)
+from tests.support.served_images import BAD, TOKENS, image, logprobs, sample, settled, shown, text
 from tests.support.vision_cases import PLACEHOLDER
 from tests.support.vision_runs import png, save_model
 
@@ -132,21 +121,6 @@ def test_samples_of_a_prompt_with_an_image_score_as_a_forward_does(ann: Caller) 
         np.testing.assert_allclose(drawn["logprobs"], scored[-len(tokens) :], atol=1e-5)
         given = [found["prompt_logprobs"][1], found["prompt_logprobs"][-1]]
         np.testing.assert_allclose(given, [scored[0], scored[1 + TOKENS]], atol=1e-5)
-
-
-BAD: Mapping[str, tuple[dict[str, Any], str]] = {
-    "a location": ({"type": "image_asset_pointer", "location": "file:///etc/passwd"}, "Send its bytes"),
-    "no base64": ({**image(PICTURE), "data": "!!"}, "data in base64"),
-    "no bytes": (image(b""), "not an image"),
-    "text": (image(b"hello"), "not an image"),
-    "half of a picture": (image(PICTURE[:50]), "damaged"),
-    "another format than it says": (image(encoded("JPEG")), "it is JPEG, and its format is stated as 'png'"),
-    "a format that is not read": (image(encoded("GIF"), format="gif"), "it is GIF"),
-    "a bomb": (image(claiming(30_000)), "data is refused"),
-    "too many pixels": (image(claiming(8_000)), "8000 x 8000 pixels; data.images.max_pixels=50000000"),
-    "too many bytes": (image(PICTURE + b"\0" * 20_000_000), "data.images.max_bytes=20000000"),
-    "another count of tokens": (image(PICTURE, expected_tokens=5), "expected_tokens=5, and it has 4; state 4"),
-}
 
 
 @pytest.mark.parametrize("case", BAD)
