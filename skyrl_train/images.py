@@ -153,6 +153,14 @@ def image_positions(length: int, spans: ImageSpans) -> NDArray[np.int64]:
     return found
 
 
+def precedes_image(length: int, spans: ImageSpans) -> NDArray[np.bool_]:
+    """`[length]`: whether the token behind each is one of an image, which nothing predicts."""
+    found = np.zeros(length, np.bool_)
+    for span in spans:
+        found[max(0, span.start - 1) : span.stop - 1] = True
+    return found
+
+
 def position_offset(spans: ImageSpans) -> int:
     """Return how much further than its number the token behind these images stands; mostly below 0."""
     return sum(max(span.image.grid) - span.image.num_tokens for span in spans if span.image.grid is not None)

@@ -46,6 +46,8 @@ from skyrl_train.types import GenerationOutput, GenerationRequest
 
 if TYPE_CHECKING:
     from skyrl_train.config.models import PlacementConfig
+    from skyrl_train.data.sources import ImageReading
+    from skyrl_train.images import ImageSpans
     from skyrl_train.inference import ScoredSequence
     from skyrl_train.learner import AdamWStep
 
@@ -103,7 +105,7 @@ class ModelsWorker(AsyncHost):
         return await self._until_let_go(key, sampled.generate(request))
 
     async def score(
-        self, key: str, tokens: Sequence[int], top_k: int, targets: NDArray[np.int64] | None
+        self, key: str, tokens: Sequence[int], top_k: int, targets: NDArray[np.int64] | None, spans: ImageSpans
     ) -> ScoredSequence:
         """As `Sampled.score`, of what is held."""
         sampled = await self._held[key][0]
@@ -132,11 +134,12 @@ class RayModels(ServedModels):
         num_threads: int,
         folder: Path,
         tokenizer: Any,
+        images: ImageReading | None = None,
     ) -> None:
         """Start a worker for each slot, and wait until each has called `load`. Raises ConfigError where a node does not have
         the server's `folder`, ActorLostError, DeadlineError, and what loading raises."""
         self._load, self._session, self._placement, self._slots = load, session, placement, slots
-        self._num_threads, self.tokenizer = num_threads, tokenizer
+        self._num_threads, self.tokenizer, self.images = num_threads, tokenizer, images
         self._in_order, self._losing = threading.Lock(), threading.Lock()
         self._worker_of: dict[str, int] = {}
         """Of each model that is in memory."""
@@ -355,9 +358,9 @@ class _OnWorker(Sampled):
         return await self._answer(ModelsWorker.generate, self._key, request)
 
     async def score(
-        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None
+        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None, spans: ImageSpans = ()
     ) -> ScoredSequence:
-        return await self._answer(ModelsWorker.score, self._key, tokens, top_k, targets)
+        return await self._answer(ModelsWorker.score, self._key, tokens, top_k, targets, spans)
 
     async def let_go(self) -> None:
         if self._at is not None:

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.models import LoraConfig, ModelConfig
 from skyrl_train.errors import DeadlineError, EngineError, ModelError
+from skyrl_train.images import ImageSpans
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.grouped_attention import use_grouped_attention
 from skyrl_train.inference.kv_cache import num_attention_layers
@@ -37,6 +38,7 @@ from skyrl_train.model import load_causal_lm
 from skyrl_train.model.layers import weight_dtype
 from skyrl_train.model.lora import adapter_slots, adapter_tensors, adapters_at, add_adapter, remove_adapter, runs_of
 from skyrl_train.model.parallel import record_routing
+from skyrl_train.model.vision import shown, shown_prompts
 from skyrl_train.rollout import listener
 from skyrl_train.system import WorkerThread
 from skyrl_train.telemetry import TellsWhenBusy
@@ -284,9 +286,10 @@ class HFEngine(TellsWhenBusy):
         adapter: str = "",
         top_k: int = 0,
         targets: NDArray[np.int64] | None = None,
+        spans: ImageSpans = (),
     ) -> ScoredSequence:
-        """Return log-probabilities of given tokens, at temperature 1, each after those before it, as `score_sequence` does.
-        Raises EngineError."""
+        """Return log-probabilities of given tokens, at temperature 1, each after those before it, as `score_sequence` does;
+        `spans`: images among them. Raises EngineError."""
 
         def computed() -> ScoredSequence:
             with self._turn_lock:
@@ -294,7 +297,8 @@ class HFEngine(TellsWhenBusy):
             try:
                 self._require_adapter(adapter)  # it may have gone meanwhile
                 count = len(token_ids)
-                with adapters_at(self._model, {count: runs_of([adapter], [count])}):
+                given = shown_prompts(self._model, [(count, 0, spans)], width=count, device=self._model.device)
+                with shown(self._model, given), adapters_at(self._model, {count: runs_of([adapter], [count])}):
                     return score_sequence(self._model, token_ids, top_k=top_k, targets=targets)
             finally:
                 self._weights_lock.release()

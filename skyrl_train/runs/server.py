@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config import Config
+from skyrl_train.config.data import ImagesConfig
 from skyrl_train.config.derived import LearnerSettings, learner_settings
 from skyrl_train.config.models import GeneratorConfig, StrategyConfig
 from skyrl_train.endpoints import listening
@@ -103,9 +104,9 @@ def _load(bases: Mapping[str, Config], folder: Path, stack: ExitStack) -> Mappin
     """Return the models of each base, once they are loaded; `stack` ends what they are in."""
     from skyrl_train.serve import Models
 
-    given: dict[str, tuple[LearnerSettings, GeneratorConfig]] = {
+    given: dict[str, tuple[LearnerSettings, GeneratorConfig, ImagesConfig]] = {
         # A worker computes by itself, whatever there is beside it.
-        name: (replace(learner_settings(each, "policy"), strategy=StrategyConfig()), each.generator)
+        name: (replace(learner_settings(each, "policy"), strategy=StrategyConfig()), each.generator, each.data.images)
         for name, each in bases.items()
     }
     run = next(iter(bases.values()))

@@ -4,6 +4,7 @@ from skyrl_train.system import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from skyrl_train.serve.app import make_app as make_app
+    from skyrl_train.serve.images import served_images as served_images
     from skyrl_train.serve.limits import Limits as Limits
     from skyrl_train.serve.models import (
         BaseFacts as BaseFacts,

@@ -217,6 +217,7 @@ class _Api:
     async def _capabilities(self, call: Call) -> Any:
         models = [
             {"model_name": name, "max_context_length": each.about.max_length, "trainable": True, "sampleable": True}
+            | {"takes_images": each.images is not None}
             for name, each in self._service.bases.by_name.items()
         ]
         denied = () if self._service.limits.full_for == call.tenant else ("full_fine_tuning",)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from skyrl_train.batch.steps import TargetRows, Targets, rows_of_targets
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.images import ImageSpans, precedes_image
 from skyrl_train.registry import TARGET
+from skyrl_train.serve.images import RequestImages
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import Datum, ForwardBackward
 from skyrl_train.system.files import shown
@@ -60,20 +63,26 @@ def loss_of(name: str, config: Mapping[str, float | str]) -> AlgorithmConfig:
     return AlgorithmConfig(policy_loss=registered, eps_clip_low=1 - low, eps_clip_high=high - 1)
 
 
-def rows_of(request: ForwardBackward, *, vocabulary: int, max_length: int) -> TargetRows:
-    """Return the rows of a pass. Raises Refused naming the example and what is wrong with it, BatchError for too many."""
+def rows_of(
+    request: ForwardBackward, *, vocabulary: int, max_length: int, images: RequestImages | None = None
+) -> TargetRows:
+    """Return the rows of a pass; `images` decodes those that it has, if any are taken. Raises Refused naming the example and
+    what is wrong with it, BatchError for too many."""
     if not request.data:
         raise Refused("there is no example in the pass; send at least one")
-    found = []
+    found, images = [], images or RequestImages(None)
     for number, datum in enumerate(request.data):
         try:
-            found.append(_checked(datum, request.loss, vocabulary=vocabulary, max_length=max_length))
+            tokens, spans = images.placed(datum.tokens, datum.images)
+            placed = replace(datum, tokens=tokens)
+            found.append(_checked(placed, spans, request.loss, vocabulary=vocabulary, max_length=max_length))
         except Refused as error:
             raise Refused(f"example {number}: {error}") from None
     return rows_of_targets(found)
 
 
-def _checked(datum: Datum, loss: str, *, vocabulary: int, max_length: int) -> Targets:
+def _checked(datum: Datum, images: ImageSpans, loss: str, *, vocabulary: int, max_length: int) -> Targets:
+    """The example, whose tokens have those of its `images` among them."""
     reads = _READS[loss]
     unknown = [name for name in datum.inputs if name not in ("target_tokens", "weights", *reads)]
     missing = [name for name in ("target_tokens", *reads) if name not in datum.inputs]
@@ -98,10 +107,16 @@ def _checked(datum: Datum, loss: str, *, vocabulary: int, max_length: int) -> Ta
         if not np.isfinite(given).all():
             raise Refused(f"{name} has a value that is not finite")
         inputs[name] = given.astype(np.float32)
+    counts = inputs["weights"] * (inputs["advantages"] if "advantages" in reads else 1)
+    places = np.argwhere(counts)[:, 0]
+    if (ahead := places[precedes_image(size, images)[places]]).size:
+        what = "advantages" if "advantages" in reads else "weights"
+        raise Refused(f"{what} must be 0 at position {ahead[0]}: the next token is of an image, which nothing predicts")
     return Targets(
         token_ids=datum.tokens,
         targets=targets.astype(np.int64),
         weights=inputs["weights"],
         old_logprobs=inputs["logprobs"],
         advantages=inputs["advantages"],
+        images=images,
     )

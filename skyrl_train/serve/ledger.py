@@ -146,8 +146,8 @@ class Ledger:
         self.records.take(line, 0)
         promise = self.records.promises[request_id]
         promise.accepted = written
-        self._num_waiting_bytes += len(body)
         request = _request_of(line)
+        self._num_waiting_bytes += request.num_bytes
         if owner in self.records.models:
             self.records.models[owner].waiting[seq] = request
         promise.place = await self._log.on_disk(written)
@@ -167,7 +167,7 @@ class Ledger:
         async with self._gate.open():
             place = await self._log.on_disk(self._log.append(whole))
             self.records.settle(whole, place)
-        self._num_waiting_bytes -= len(request.body)
+        self._num_waiting_bytes -= request.num_bytes
         size = len(line.get("data", "")) + 200
         self._outcomes[request.request_id] = (whole, size)
         self._num_outcome_bytes += size

@@ -27,15 +27,19 @@ from torch import Tensor
 
 from skyrl_train.batch.steps import TargetRows
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.data import ImagesConfig
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, LoraConfig, OptimizerConfig
+from skyrl_train.data.sources import ImageReading
 from skyrl_train.errors import NonFiniteError, SaveError
+from skyrl_train.images import ImageSpans
 from skyrl_train.inference import HFEngine, ScoredSequence, load_for_engine
 from skyrl_train.learner import AdamWStep, AdapterLearners, AdapterPass, RowLossLearner, TokenLosses, read_model
 from skyrl_train.model import empty_causal_lm, load_tokenizer
 from skyrl_train.model.files import export_model
 from skyrl_train.model.sizes import read_config
 from skyrl_train.serve.examples import loss_of, rows_of
+from skyrl_train.serve.images import RequestImages, served_images
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
 from skyrl_train.system import WorkerThread
@@ -120,7 +124,7 @@ class Sampled(ABC):
 
     @abstractmethod
     async def score(
-        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None
+        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None, spans: ImageSpans = ()
     ) -> ScoredSequence:
         """As `HFEngine.score`."""
 
@@ -143,6 +147,8 @@ class ServedModels(ABC):
 
     about: BaseFacts
     tokenizer: Any
+    images: ImageReading | None = None
+    """How the model reads images; None where it takes none."""
 
     @abstractmethod
     def create(self, name: str, facts: ModelFacts) -> None:
@@ -194,10 +200,11 @@ class ServedModels(ABC):
         """Return the models that were lost with a worker since the last time; none in one process."""
         return frozenset()
 
-    def rows(self, request: ForwardBackward) -> Rows:
-        """Return what a pass computes. Raises Refused, BatchError."""
+    def rows(self, request: ForwardBackward, images: RequestImages | None = None) -> Rows:
+        """Return what a pass computes. `images`: of passes that are held beside it. Raises Refused, BatchError."""
         loss = loss_of(request.loss, request.config)
-        found = rows_of(request, vocabulary=self.about.vocabulary, max_length=self.about.max_length)
+        about, images = self.about, images or RequestImages(self.images)
+        found = rows_of(request, vocabulary=about.vocabulary, max_length=about.max_length, images=images)
         return Rows(of_targets=found, loss=loss, backward=request.backward)
 
 
@@ -240,13 +247,16 @@ class Bases:
 class Models(ServedModels):
     """They, in this process."""
 
-    def __init__(self, settings: LearnerSettings, generator: GeneratorConfig) -> None:
-        """Load them. Raises ModelError, EngineError."""
+    def __init__(
+        self, settings: LearnerSettings, generator: GeneratorConfig, images: ImagesConfig | None = None
+    ) -> None:
+        """Load them. `images`: what bounds those that clients send. Raises ModelError, EngineError."""
         self._settings, self._generator = settings, generator
         self.learners = AdapterLearners(settings)
         self._base_weights = self.learners.base_weights()
         self._trained: dict[str, RowLossLearner] = {}
         self.tokenizer = load_tokenizer(settings.model)
+        self.images = served_images(settings, images or ImagesConfig())
         self.engine = self._new_engine()
         self.engine.share_weights(self._base_weights)
         self._full_engine = _FullEngine()
@@ -427,9 +437,9 @@ class _InEngine(Sampled):
         return await self.engine.generate(replace(request, adapter=self.adapter))
 
     async def score(
-        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None
+        self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None, spans: ImageSpans = ()
     ) -> ScoredSequence:
-        return await self.engine.score(tokens, adapter=self.adapter, top_k=top_k, targets=targets)
+        return await self.engine.score(tokens, adapter=self.adapter, top_k=top_k, targets=targets, spans=spans)
 
 
 class _FullEngine:

@@ -61,6 +61,12 @@ class Request:
     content: Mapping[str, Any]
     body: bytes = b""
 
+    @property
+    def num_bytes(self) -> int:
+        """What is kept of it until it is executed, but for what is short: its body, and images of a prompt."""
+        chunks = self.content["prompt"]["chunks"] if self.verb == "sample" else ()
+        return len(self.body) + sum(len(str(each.get("data", ""))) for each in chunks)
+
 
 @dataclass(kw_only=True)
 class Checkpoint:

@@ -20,7 +20,7 @@ from typing import Any
 from skyrl_train.errors import DataError
 from skyrl_train.serve.asked import Adam, checked
 from skyrl_train.serve.records import Model, Records, Request
-from skyrl_train.serve.wire import as_json, tokens_of_json
+from skyrl_train.serve.wire import as_json, input_of_json
 from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import json_line, make_folder, write_json
 from skyrl_train.telemetry import MetricsLog, RunFolder, read_metrics
@@ -129,7 +129,8 @@ class RunFolders:
     def _sample(self, shown: _Shown, request: Request, line: Mapping[str, Any], num_open: int) -> None:
         del num_open
         base = self._records.base_of(self._records.samplers[request.owner])
-        prompt = self._text_of(base, tokens_of_json(request.content["prompt"]).tolist())
+        tokens, images = input_of_json(request.content["prompt"])
+        prompt = f"[{len(images)} images] " * bool(images) + self._text_of(base, tokens.tolist())
         sequences = as_json(line["message"], base64.b64decode(line["data"]))["sequences"]
         room = max(0, _SAMPLES_A_STEP - shown.num_samples)
         lines = [

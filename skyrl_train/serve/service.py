@@ -186,6 +186,7 @@ class Service:
         sampler = self.records.sampler(tenant, content.get("sampling_session_id"))
         asked = self._sampling.check(sampler, content)
         self._scheduler.require_room()
+        self.ledger.require_room(0)
         promised = await self._promise(tenant, "sample", sampler.sampler_id, asked.seq_id, dict(content))
         ids = [f"{promised['request_id']}:{index}" for index in range(asked.num_samples)]
         return {**promised, "sample_sequence_ids": ids}

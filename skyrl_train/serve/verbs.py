@@ -14,6 +14,7 @@ from typing import Any
 from skyrl_train.errors import ActorLostError, BatchError, CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
 from skyrl_train.serve import wire
 from skyrl_train.serve.asked import Adam, Save, checked
+from skyrl_train.serve.images import RequestImages
 from skyrl_train.serve.limits import Limits
 from skyrl_train.serve.models import Bases, Rows, ServedModels
 from skyrl_train.serve.records import KINDS, Model, Records, Request, checked_name
@@ -72,9 +73,10 @@ class Verbs:
         or has no gradient where most have one, is executed by itself; so are all where one of them breaks. There is none of
         a model that was lost with its worker."""
         rows: dict[str, Rows] = {}
+        images = RequestImages(self._models(asked[0][0]).images)
         for model, request in asked:
             with suppress(Exception):  # it is told in its own turn
-                rows[model.name] = await self._call(self._rows, model, request)
+                rows[model.name] = await self._call(self._rows, model, request, images)
         fits = {name: each for name, each in rows.items() if each.of_targets.batch is not None}
         kinds = [each.backward for each in fits.values()]
         fits = {name: each for name, each in fits.items() if each.backward == (kinds.count(True) * 2 >= len(kinds))}
@@ -144,8 +146,8 @@ class Verbs:
         rows = await self._call(self._rows, model, request)
         return _of_pass(await self._call(self._models(model).forward_backward, model.name, rows))
 
-    def _rows(self, model: Model, request: Request) -> Rows:
-        return self._models(model).rows(wire.decoded(wire.parsed_protobuf(request.body)))
+    def _rows(self, model: Model, request: Request, images: RequestImages | None = None) -> Rows:
+        return self._models(model).rows(wire.decoded(wire.parsed_protobuf(request.body)), images)
 
     async def _step(self, model: Model, request: Request) -> Line:
         step = checked(Adam, request.content, "adam_params").step()

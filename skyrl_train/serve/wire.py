@@ -12,11 +12,11 @@ import base64
 import functools
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,14 +53,19 @@ def schema() -> Any:
     return module
 
 
+SentImages: TypeAlias = tuple[tuple[int, Any], ...]
+"""Of each image of a `ModelInput` how many tokens of text come before it, and its `ImageChunk`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Datum:
     """One example, as it was sent: nothing is checked yet but types and sizes."""
 
     tokens: NDArray[np.int64]
-    """`[n]`"""
+    """`[n]`, those of images not among them."""
     inputs: Mapping[str, NDArray[Any]]
     """int64 or float32, by name: `target_tokens`, `weights`, `advantages`, `logprobs`."""
+    images: SentImages = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +120,13 @@ def parsed_protobuf(body: bytes) -> Any:
 def decoded(message: Any) -> ForwardBackward:
     """Return what a message asks for. Raises Refused for parts of other types or sizes than they state."""
     config = {name: value.text if value.text else value.number for name, value in message.loss_fn_config_v2.items()}
+    data = []
+    for each in message.data:
+        tokens, images = _input_of(each.model_input)
+        inputs = {name: _tensor_of_protobuf(name, tensor) for name, tensor in each.loss_fn_inputs.items()}
+        data.append(Datum(tokens=tokens, inputs=inputs, images=images))
     return ForwardBackward(
-        data=[
-            Datum(
-                tokens=_joined([_chunk_of_protobuf(chunk) for chunk in each.model_input]),
-                inputs={name: _tensor_of_protobuf(name, tensor) for name, tensor in each.loss_fn_inputs.items()},
-            )
-            for each in message.data
-        ],
+        data=data,
         loss=message.loss_fn,
         config=config or dict(message.loss_fn_config),
         backward=not message.forward_only,
@@ -143,7 +147,7 @@ def message_of_json(content: Mapping[str, Any], *, backward: bool) -> Any:
     )
     for each in data:
         datum, inputs = message.data.add(), each.get("loss_fn_inputs")
-        datum.model_input.add().encoded_text.tokens = tokens_of_json(each.get("model_input")).astype(np.int32).tobytes()
+        datum.model_input.extend(_chunks_of_json(each.get("model_input")))
         if not isinstance(inputs, dict):
             raise Refused("loss_fn_inputs must be an object")
         for name, tensor in inputs.items():
@@ -151,42 +155,61 @@ def message_of_json(content: Mapping[str, Any], *, backward: bool) -> Any:
     return message
 
 
-def tokens_of_json(value: object) -> NDArray[np.int64]:
-    """Return the tokens of a `ModelInput`. Raises Refused for anything else, images among it."""
+def input_of_json(value: object) -> tuple[NDArray[np.int64], SentImages]:
+    """Return the tokens of text of a `ModelInput`, and its images. Raises Refused for anything else."""
+    return _input_of(_chunks_of_json(value))
+
+
+def _chunks_of_json(value: object) -> list[Any]:
+    """The messages of the chunks of a `ModelInput`."""
     chunks = value.get("chunks") if isinstance(value, dict) else None
     if not isinstance(chunks, list):
         raise Refused("model_input must be an object with a list of chunks")
-    parts = []
-    for chunk in chunks:
+    found = [schema().Chunk() for _ in chunks]
+    for message, chunk in zip(found, chunks):
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
-        if kind != "encoded_text":
-            raise _not_text(kind)
-        parts.append(_whole_numbers(chunk.get("tokens"), "tokens", 2**31))
-    return _joined(parts)
+        if kind == "encoded_text":
+            tokens = _whole_numbers(chunk.get("tokens"), "tokens", 2**31)
+            message.encoded_text.tokens = tokens.astype(np.int32).tobytes()
+        elif kind == "image":
+            stated = {name: chunk.get(name) for name in ("format", "expected_tokens")}
+            try:
+                data = base64.b64decode(chunk["data"], validate=True)
+                message.image.CopyFrom(schema().ImageChunk(data=data, **stated))
+            except (KeyError, TypeError, ValueError):
+                what = "data in base64, format as a text, and expected_tokens as a whole number, if at all"
+                raise Refused(f"a chunk of type image must have {what}; got {shown(stated)}") from None
+        else:
+            raise _not_read(kind)
+    return found
 
 
-def _not_text(kind: object) -> Refused:
-    """Of a chunk that is not text. Where an image is said to lie is not looked at."""
-    if kind in ("image", "image_asset_pointer"):
-        return Refused("images are not taken: this server's model is served with text alone")
-    return Refused(f"a chunk of type {shown(kind)} is not read; encoded_text is")
+def _input_of(chunks: Iterable[Any]) -> tuple[NDArray[np.int64], SentImages]:
+    tokens, images, size = [np.zeros(0, np.int64)], [], 0
+    for chunk in chunks:
+        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
+        if kind == "encoded_text":
+            tokens.append(_numbers("model_input", chunk.encoded_text.tokens, np.int32).astype(np.int64))
+            size += len(tokens[-1])
+        elif kind == "image":
+            images.append((size, chunk.image))
+        else:
+            raise _not_read(kind)
+    return np.concatenate(tokens), tuple(images)
 
 
-def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+def _not_read(kind: object) -> Refused:
+    """Of a chunk of another kind. Where an image is said to lie is not looked at."""
+    remedy = "; encoded_text and image are"
+    if kind == "image_asset_pointer":
+        remedy = ": nothing is fetched from where an image is said to lie. Send its bytes, as a chunk of type image"
+    return Refused(f"a chunk of type {shown(kind)} is not read{remedy}")
 
 
 def _whole_numbers(value: object, name: str, top: int = 2**62) -> NDArray[np.int64]:
     if not isinstance(value, list) or not all(type(each) is int and abs(each) < top for each in value):
         raise Refused(f"{name} must be a list of whole numbers, of at most {top.bit_length() - 1} bits")
     return np.asarray(value, dtype=np.int64)
-
-
-def _chunk_of_protobuf(chunk: Any) -> NDArray[np.int64]:
-    kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
-    if kind != "encoded_text":
-        raise _not_text(kind)
-    return _numbers("model_input", chunk.encoded_text.tokens, np.int32).astype(np.int64)
 
 
 def _numbers(name: str, data: bytes, dtype: Any) -> NDArray[Any]:

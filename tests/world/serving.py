@@ -129,7 +129,7 @@ class ToyModels(Models):
         self._in_engine, self._in_use, self._loading = OrderedDict(), {}, asyncio.Lock()
         self._full_engine = models._FullEngine()
 
-    def rows(self, request: Any) -> Any:
+    def rows(self, request: Any, images: Any = None) -> Any:
         """What a pass computes, where passes are computed together."""
         return SimpleNamespace(of_targets=SimpleNamespace(batch=True), backward=True, number=request.number)
 

@@ -12,7 +12,7 @@ them, and nothing behind it needs to know.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,22 +21,26 @@ from torch import Tensor
 
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.errors import BatchError
+from skyrl_train.images import ImageSpans, between, precedes_image
 
 Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
     """One example as token ids, each with what it predicts and how it counts."""
 
-    token_ids: NDArray[np.int64]
+    token_ids: Ints
     """`[n]`"""
-    targets: NDArray[np.int64]
+    targets: Ints
     """`[n]` or `[n, k]`"""
     weights: Floats
     """Of the shape of `targets`, as the others. Of several at a position, those of weight 0 are left out, unless all are."""
     old_logprobs: Floats
     advantages: Floats
+    images: ImageSpans = ()
+    """Among the tokens. Targets that stand for tokens of images are not computed, whatever they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +49,9 @@ class TargetRows:
 
     batch: TrainingInputBatch | None
     """With `loss_weights`, `old_logprobs` and `advantages`; None where no example has any target."""
-    places: NDArray[np.int64]
+    places: Ints
     """`[number of targets that are computed]`: where each is among the batch's tokens."""
-    targets: NDArray[np.int64]
+    targets: Ints
     """`[the same]`: and among all targets of all examples, one example after the other."""
     shapes: Sequence[tuple[int, ...]]
     """Of the targets of each example."""
@@ -67,13 +71,15 @@ class _Rows:
     """Rows as they are collected."""
 
     max_tokens: int
-    tokens: list[NDArray[np.int64]] = field(default_factory=list)
+    tokens: list[Ints] = field(default_factory=list)
     num_tokens: int = 0
-    places: list[NDArray[np.int64]] = field(default_factory=list)
-    targets: list[NDArray[np.int64]] = field(default_factory=list)
+    places: list[Ints] = field(default_factory=list)
+    targets: list[Ints] = field(default_factory=list)
+    images: list[ImageSpans] = field(default_factory=list)
 
-    def add(self, tokens: NDArray[np.int64], places: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """A row with targets at these places of it."""
+    def add(self, tokens: Ints, places: Ints, targets: Ints, images: ImageSpans) -> None:
+        """A row with targets at these places of it, and with those of the images that are within it."""
+        self.images.append(between(images, 0, len(tokens)))
         self.places.append(places + self.num_tokens)
         self.targets.append(targets)
         self.tokens.append(tokens)
@@ -108,6 +114,8 @@ def rows_of_targets(examples: Sequence[Targets], *, max_tokens: int = 1 << 22) -
         advantages=column([each.advantages for each in examples], torch.float32),
         loss_weights=column([each.weights for each in examples], torch.float64),
     )
+    images = tuple(rows.images) if any(rows.images) else ()
+    batch = replace(batch, metadata=replace(batch.metadata, images=images))
     return TargetRows(batch=batch, places=places, targets=chosen, shapes=shapes)
 
 
@@ -116,20 +124,22 @@ def _add_rows(rows: _Rows, example: Targets, before: int) -> None:
     tokens, targets = example.token_ids, example.targets
     if not targets.size:
         return
+    is_text = ~precedes_image(len(tokens), example.images)
     if targets.ndim == 1:
         is_next = np.append(targets[:-1] == tokens[1:], True)
-        main = np.flatnonzero(is_next)
-        rows.add(np.append(tokens, targets[-1]), main + 1, before + main)
-        others = np.argwhere(~is_next)
+        main = np.flatnonzero(is_next & is_text)
+        rows.add(np.append(tokens, targets[-1]), main + 1, before + main, example.images)
+        others = np.argwhere(~is_next & is_text)
     else:
         weighs = example.weights != 0
         # A custom loss first asks for log-probabilities by weights that are all 0.
-        others = np.argwhere(weighs if weighs.any() else np.ones_like(weighs))
+        others = np.argwhere((weighs if weighs.any() else np.ones_like(weighs)) & is_text[:, None])
     for cell in others:
         at = int(cell[0])
         number = at if targets.ndim == 1 else at * targets.shape[1] + int(cell[1])
-        rows.add(np.append(tokens[: at + 1], targets[tuple(cell)]), np.array([at + 1]), np.array([before + number]))
+        row = np.append(tokens[: at + 1], targets[tuple(cell)])
+        rows.add(row, np.array([at + 1]), np.array([before + number]), example.images)
 
 
-def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _joined(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -27,7 +27,7 @@ from skyrl_train.cluster import (
     start_learner,
 )
 from skyrl_train.config import TrainerConfig
-from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig, ImagesConfig
 from skyrl_train.config.derived import LearnerSettings, RunModels
 from skyrl_train.config.models import WEIGHT_BUCKET_BYTES, GeneratorConfig, ModelConfig, PlacementConfig
 from skyrl_train.config.placement import Layout, Role, num_cpus, plan_layout
@@ -36,7 +36,7 @@ from skyrl_train.learner import BaseOfAdapter
 from skyrl_train.model import load_tokenizer
 from skyrl_train.model.sizes import largest_parameter, weight_bytes
 from skyrl_train.runs.construction.engines import Engines, device_sharing, request_gate, weight_sync
-from skyrl_train.serve import Models
+from skyrl_train.serve import Models, served_images
 from skyrl_train.trainers import Learners
 from skyrl_train.weight_sync import DeviceSharing
 
@@ -181,7 +181,7 @@ class Cluster:
 
 
 def start_served_models(
-    bases: Mapping[str, tuple[LearnerSettings, GeneratorConfig]],
+    bases: Mapping[str, tuple[LearnerSettings, GeneratorConfig, ImagesConfig]],
     placement: PlacementConfig,
     folder: Path,
     stack: ExitStack,
@@ -190,13 +190,13 @@ def start_served_models(
 ) -> dict[str, RayModels]:
     """Return the base models of a server once they are loaded, each in workers of its own, as many as the policy has ranks.
     `stack` ends them, and the session. Raises SkyrlTrainError where there is no room for them."""
-    placement = with_time_to_load(placement, [settings.model for settings, _ in bases.values()])
+    placement = with_time_to_load(placement, [settings.model for settings, _, _ in bases.values()])
     on_gpu = next(iter(bases.values()))[0].platform.name == "gpu"
     layout = plan_layout(placement, roles=["policy"], gpu=on_gpu)
     session = RaySession(placement, num_cpus=num_cpus(layout) * len(bases), name=run_name)
     stack.callback(session.close)
     found = {}
-    for name, (settings, generator) in bases.items():
+    for name, (settings, generator, images) in bases.items():
         waits_s = placement.wait_for_nodes_s if placement.ray_address else 0.0
         places = Placement(layout, timeout_s=placement.start_timeout_s, wait_for_nodes_s=waits_s)
         found[name] = RayModels(
@@ -207,6 +207,7 @@ def start_served_models(
             num_threads=settings.platform.num_threads,
             folder=folder,
             tokenizer=load_tokenizer(settings.model),
+            images=served_images(settings, images),
         )
         stack.callback(found[name].close)
     return found
