@@ -63,7 +63,7 @@ class Served:
 
 
 class AsyncHost:
-    """An actor whose event loop stays free. It serves itself and what is added to `_served`, each call of that on a thread."""
+    """An actor whose event loop stays free. It serves itself, and what is added to `_served`, each call on a thread."""
 
     def __init__(self, role: str, secrets: Mapping[str, str]) -> None:
         """`secrets` are environment variables that Ray must not see."""

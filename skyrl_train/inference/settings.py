@@ -40,6 +40,8 @@ class EngineSettings:
     in_flight_cache: Literal["recompute", "keep"] | None = None
     """What becomes of the keys and values of responses that an update of the weights reaches (`trainer.in_flight_cache`);
     None where updates wait for running responses to end."""
+    num_adapters: int = 1
+    """Adapters that it answers with side by side, each by its name; 1: the policy's alone."""
     records_routing: bool = False
     """Whether answers of a mixture of experts say where its tokens were sent (`trainer.moe_routing_replay`)."""
     awaits_weights: bool = False

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def for_server(config: Config) -> Config:
     """Return the settings of a server, whose placement is chosen. Raises ConfigError for an engine or a strategy that a
     server has not."""
-    if config.generator.backend != "hf":
-        rule, remedy = "must be hf, which samples from adapters side by side", "set generator=hf"
+    if config.generator.backend not in ("hf", "vllm"):
+        rule, remedy = "must be hf or vllm, which sample from adapters side by side", "set generator=hf"
         raise ConfigError([Violation.of("generator.backend", str(config.generator.backend), rule, remedy)])
     config = resolve(place_replicas(config)).config
     if config.strategy.kind not in ("single", "ddp"):

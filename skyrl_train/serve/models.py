@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,9 +31,9 @@ from skyrl_train.config.data import ImagesConfig
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.sources import ImageReading
-from skyrl_train.errors import NonFiniteError, SaveError
+from skyrl_train.errors import EngineError, NonFiniteError, SaveError
 from skyrl_train.images import ImageSpans
-from skyrl_train.inference import HFEngine, ScoredSequence, load_for_engine
+from skyrl_train.inference import EngineSettings, HFEngine, ScoredSequence, load_for_engine
 from skyrl_train.learner import AdamWStep, AdapterLearners, AdapterPass, RowLossLearner, TokenLosses, read_model
 from skyrl_train.model import empty_causal_lm, load_tokenizer
 from skyrl_train.model.files import export_model
@@ -47,9 +47,16 @@ from skyrl_train.system.files import make_folder, sync_folder
 from skyrl_train.telemetry import to_values
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
+if TYPE_CHECKING:
+    from skyrl_train.inference.vllm import VLLMEngine
+
 ALPHA = 32.0
 """Of every adapter, whatever its rank, as the hosted service has it."""
+MAX_RANK = 256
+"""Of an adapter, whatever samples from it."""
 _ADAPTERS_IN_ENGINE = 16
+_RANK_IN_VLLM = 64
+"""Of adapters that vLLM makes room for, all of them at once, unless `model.lora.rank` says more."""
 _GATHER_S = 0.005
 """How long the engine waits for another request before it begins a batch."""
 _CLOSE_TIMEOUT_S = 30.0
@@ -140,6 +147,8 @@ class BaseFacts:
     full_bytes: int
     """What is taken where all weights are trained: they, their gradients and AdamW's two averages, in float32."""
     is_deterministic: bool
+    max_rank: int = MAX_RANK
+    """Of an adapter."""
 
 
 class ServedModels(ABC):
@@ -259,6 +268,8 @@ class Models(ServedModels):
         self.images = served_images(settings, images or ImagesConfig())
         self.engine = self._new_engine()
         self.engine.share_weights(self._base_weights)
+        max_rank = MAX_RANK if generator.backend == "hf" else max(settings.model.lora.rank, _RANK_IN_VLLM)
+        self._sampler = None if generator.backend == "hf" else self._new_sampler(max_rank)
         self._full_engine = _FullEngine()
         architecture = read_config(settings.model.path, revision=settings.model.revision)
         text = self.learners.model.config.get_text_config()
@@ -268,6 +279,7 @@ class Models(ServedModels):
             max_length=int(getattr(text, "max_position_embeddings", 0) or generator.max_context_length),
             full_bytes=sum(16 * weight.numel() for weight in self._base_weights.values()),
             is_deterministic=settings.deterministic,
+            max_rank=max_rank,
         )
         self._in_engine: OrderedDict[str, None] = OrderedDict()
         self._in_use: dict[str, int] = {}
@@ -341,16 +353,17 @@ class Models(ServedModels):
 
     @asynccontextmanager
     async def sampled_from(self, saved: Saved | None) -> AsyncIterator[Sampled]:
-        """The one engine answers with the base and with adapters, another one with all weights of a checkpoint."""
+        """One engine answers with the base and with adapters, another one with all weights of a checkpoint. vLLM, where it
+        is asked for, samples in the place of the first, which scores what is given."""
         if saved is None:
-            yield _InEngine(self.engine)
+            yield _InEngine(self.engine, sampler=self._sampler)
         elif saved.facts.is_full:
             async with self.full_weights(saved.folder) as engine:
                 yield _InEngine(engine)
         else:
             await self.adapter_for(saved.name, saved.folder, saved.facts)
             try:
-                yield _InEngine(self.engine, saved.name)
+                yield _InEngine(self.engine, saved.name, sampler=self._sampler)
             finally:
                 self.release(saved.name)
 
@@ -373,13 +386,27 @@ class Models(ServedModels):
                 idle = [each for each in self._in_engine if not self._in_use.get(each)]
                 for each in idle[: max(0, len(self._in_engine) - _ADAPTERS_IN_ENGINE + 1)]:
                     del self._in_engine[each]
-                    await asyncio.to_thread(self.engine.unload_adapter, each)
-                lora = self._lora(facts)
-                await asyncio.to_thread(lambda: self.engine.load_adapter(sampler, lora, read_model(folder)))
+                    await asyncio.to_thread(self._unload, each)
+                await asyncio.to_thread(self._load, sampler, folder, self._lora(facts))
                 self._in_engine[sampler] = None
             if wanted:
                 self._in_engine.move_to_end(sampler)
                 self._in_use[sampler] = self._in_use.get(sampler, 0) + 1
+
+    def _load(self, name: str, folder: Path, lora: LoraConfig) -> None:
+        tensors = read_model(folder)
+        self.engine.load_adapter(name, lora, tensors)
+        if self._sampler is not None:
+            try:
+                self._sampler.load_adapter(name, lora, tensors)
+            except EngineError:
+                self.engine.unload_adapter(name)
+                raise
+
+    def _unload(self, name: str) -> None:
+        self.engine.unload_adapter(name)
+        if self._sampler is not None:
+            self._sampler.unload_adapter(name)
 
     def release(self, sampler: str) -> None:
         """Tell that one user of `adapter_for` is done."""
@@ -406,7 +433,9 @@ class Models(ServedModels):
         export_model(folder, empty_causal_lm(model), self._all_weights(saved), model)
 
     def close(self) -> None:
-        """End both engines."""
+        """End all engines."""
+        if self._sampler is not None:
+            self._sampler.close()
         self._full_engine.close()
         self.engine.close()
 
@@ -423,6 +452,26 @@ class Models(ServedModels):
             gather_s=0.0 if settings.deterministic else _GATHER_S,
         )
 
+    def _new_sampler(self, max_rank: int) -> VLLMEngine:
+        from skyrl_train.inference.vllm import VLLMEngine
+
+        settings, generator = self._settings, self._generator
+        # Requests have temperatures of their own, at which vLLM tells log-probabilities where the engine's is not 1.
+        generator = replace(
+            generator,
+            vllm=replace(generator.vllm, lora_sync="adapter"),
+            sampling=replace(generator.sampling, temperature=0.5),
+        )
+        of_engine = EngineSettings(
+            model=replace(settings.model, lora=LoraConfig(rank=max_rank, alpha=ALPHA)),
+            generator=generator,
+            platform=settings.platform,
+            seed=settings.seed,
+            deterministic=settings.deterministic,
+            num_adapters=_ADAPTERS_IN_ENGINE,
+        )
+        return VLLMEngine(of_engine)
+
     def _lora(self, facts: ModelFacts) -> LoraConfig:
         targets = self.learners.targets(attention=facts.train_attn, mlp=facts.train_mlp)
         return LoraConfig(rank=facts.rank, alpha=ALPHA, targets=targets)
@@ -432,9 +481,10 @@ class Models(ServedModels):
 class _InEngine(Sampled):
     engine: HFEngine
     adapter: str = ""
+    sampler: VLLMEngine | None = None
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        return await self.engine.generate(replace(request, adapter=self.adapter))
+        return await (self.sampler or self.engine).generate(replace(request, adapter=self.adapter))
 
     async def score(
         self, tokens: Sequence[int], *, top_k: int = 0, targets: NDArray[np.int64] | None = None, spans: ImageSpans = ()

@@ -134,6 +134,11 @@ class Service:
         lora, facts = content.get("lora_config"), ModelFacts(rank=0, seed=0, base=base)
         if lora is not None:
             facts = checked(Adapter, lora, "lora_config").facts(derive_seed(self._seed, model_id), base)
+            if facts.rank > (most := self.bases.of(base).about.max_rank):
+                raise Refused(
+                    f"lora_config.rank must be at most {most}, for which this server's vLLM has room; got {facts.rank}. "
+                    f"Start it with model.lora.rank={facts.rank}"
+                )
         made = {"facts": facts.line(), "metadata": content.get("user_metadata")}
         return await self._promise(tenant, "create_model", model_id, 0, made)
 

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from skyrl_train.config.models import LoraConfig
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
-from skyrl_train.inference.vllm.adapter import with_adapter
+from skyrl_train.inference.vllm.adapter import NamedAdapters, with_adapter
 from skyrl_train.inference.vllm.images import prompt_with_images
 from skyrl_train.inference.vllm.processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm.settings import (
@@ -88,7 +90,7 @@ class VLLMCore:
         self._updating = False
         self._num_received = 0
         self._broken = ""
-        self._has_adapter = False
+        self._has_adapter, self._named = False, NamedAdapters()
         self._was_paused = False
         """Whether vLLM scheduled nothing before the update either, as where it sleeps in part."""
         self.weight_version = -1
@@ -153,18 +155,39 @@ class VLLMCore:
                 request.request_id,
                 self._prompt(request),
                 sampling_arguments(
-                    request.sampling,
+                    request,
                     self._stop_token_ids,
                     seed=request.seed if self._seeds_by_request else None,
                     is_keyed=self._is_keyed,
                 ),
-                lora_request=with_adapter() if self._has_adapter else None,
+                lora_request=self._adapter_of(request),
             )
         except Exception as error:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
             future.set_exception(EngineDeadError(self._broken) if self._broken else EngineError(text))
             return
         self._requests[request.request_id] = Running(request, future, listener)
+
+    def add_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Take an adapter beside the others; see `VLLMEngine.load_adapter`."""
+        try:
+            is_loaded = self._engine.add_lora(self._named.add(name, lora, tensors))
+        except Exception as error:
+            self._named.remove(name)
+            raise self._failure(f"adapter {name!r}: {type(error).__name__}: {error}") from error
+        if not is_loaded:
+            self._named.remove(name)
+            raise EngineError(f"vLLM did not take adapter {name!r}")
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter, if it is there."""
+        if (number := self._named.remove(name)) is not None and not self._broken:
+            self._engine.remove_lora(number)
+
+    def _adapter_of(self, request: GenerationRequest) -> Any:
+        if request.adapter:
+            return self._named.get(request.adapter)
+        return with_adapter() if self._has_adapter else None
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
@@ -314,6 +337,7 @@ class VLLMCore:
         self.processes.expect_end()
         self._client.close()
         self.processes.close()
+        self._named.close()
         gc.set_threshold(*self._collects_after)
 
     def _failure(self, text: str) -> EngineError:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
+
+from skyrl_train.config.models import LoraConfig
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm.core import VLLMCore
@@ -139,6 +142,22 @@ class VLLMEngine(UpdatableEngine):
     def abort(self, request_id: str) -> None:
         """Give a request up; it ends with nothing, and stop reason `abort`."""
         self._thread.post(lambda core: core.abort(request_id))
+
+    def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Take an adapter beside the others; requests name it. It stays as it is until it is unloaded.
+
+        Args:
+            name: A new one.
+            lora: Its rank, at most that of the settings' model, and the layers that it adapts.
+            tensors: Whole, under the names of `model/lora/adapter.py: adapter_tensors`.
+
+        Raises EngineError.
+        """
+        self._thread.call(lambda core: core.add_adapter(name, lora, tensors))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, if it is there, that nobody samples from any more."""
+        self._thread.call(lambda core: core.remove_adapter(name))
 
     def receivers(self) -> list[Receiver]:
         """Return its workers, one per device, by rank. Raises EngineError."""

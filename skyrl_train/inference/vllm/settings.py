@@ -12,7 +12,7 @@ from skyrl_train.inference.vllm.images import image_arguments
 from skyrl_train.inference.vllm.sampler import SEED_KEY
 from skyrl_train.model import resolve_model_path
 from skyrl_train.telemetry.logs import Answering
-from skyrl_train.types import SamplingParams
+from skyrl_train.types import GenerationRequest
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -63,7 +63,7 @@ def vllm_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments["quantization"] = "fp8_per_channel"  # activations by token, as they come
     arguments |= image_arguments(Path(folder), on_gpu=gpu)
     if settings.adapter is not None:
-        arguments |= adapter_arguments(settings.adapter)
+        arguments |= adapter_arguments(settings.adapter, settings.num_adapters)
     arguments |= options.engine_args
     # Of no meaning to vLLM, but pickled to each process of its own.
     arguments["additional_config"] = {**arguments.get("additional_config", {}), "skyrl_train": Answering("vLLM")}
@@ -113,12 +113,14 @@ def logprobs_mode(temperature: float) -> str:
 
 
 def sampling_arguments(
-    sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, seed: int | None, is_keyed: bool
+    request: GenerationRequest, stop_token_ids: tuple[int, ...], *, seed: int | None, is_keyed: bool
 ) -> Any:
-    """vLLM's form of how to sample. `seed`: None leaves the noise to the engine. `is_keyed`: our sampler reads it."""
+    """vLLM's form of how to sample. `stop_token_ids`: what ends a sequence; `seed`: None leaves the noise to the engine;
+    `is_keyed`: our sampler reads it."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    sampling = request.sampling
     return VLLMSamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -130,7 +132,8 @@ def sampling_arguments(
         logprobs=0,
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=True,
-        stop_token_ids=list(stop_token_ids),
+        stop_token_ids=[*request.stop_token_ids, *(() if request.ignores_eos else stop_token_ids)],
+        ignore_eos=request.ignores_eos,
         # Each step says what is new: what it gave so far would make the cost of a response quadratic in its length.
         output_kind=RequestOutputKind.DELTA,
         detokenize=bool(sampling.stop),

@@ -134,8 +134,11 @@ def _no_gpu(placement: PlacementConfig, devices: Devices) -> Violation:
 def place_replicas(config: Config) -> Config:
     """The config of a server with its placement chosen where `placement.auto` asks for it: each GPU has the whole model.
     Raises ConfigError as `place` does."""
-    if not config.placement.auto or config.platform.name == "cpu":
-        return place(config)
+    if not config.placement.auto:
+        return config
+    if config.platform.name == "cpu":
+        backend = "ray" if config.placement.ray_address else "inline"
+        return replace(config, placement=chosen(config.placement, backend=backend))
     if violations := list(_stated(config.placement)):
         raise ConfigError(violations)
     devices = find_devices(config.placement)

@@ -33,7 +33,7 @@ def test_each_gpu_gets_the_whole_base(gpus: int, words: tuple[str, ...], backend
     assert placed.generator.backend == "hf"
 
 
-@pytest.mark.parametrize(("word", "field"), [("strategy=fsdp2", "strategy"), ("generator=vllm", "generator.backend")])
+@pytest.mark.parametrize(("word", "field"), [("strategy=fsdp2", "strategy"), ("generator=replay", "generator.backend")])
 def test_what_a_server_has_not_is_refused_by_name(word: str, field: str) -> None:
     with pytest.raises(ConfigError) as refused:
         for_server(config_of(word, gpus=2))
