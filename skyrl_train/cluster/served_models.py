@@ -109,7 +109,7 @@ class ModelsWorker(AsyncHost):
     ) -> ScoredSequence:
         """As `Sampled.score`, of what is held."""
         sampled = await self._held[key][0]
-        return await self._until_let_go(key, sampled.score(tokens, top_k=top_k, targets=targets))
+        return await self._until_let_go(key, sampled.score(tokens, top_k=top_k, targets=targets, spans=spans))
 
     async def _until_let_go(self, key: str, answer: Coroutine[Any, Any, R]) -> R:
         task = asyncio.ensure_future(answer)
