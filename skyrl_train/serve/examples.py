@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from skyrl_train.batch.steps import TargetRows, Targets, rows_of_targets
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.images import ImageSpans, precedes_image
+from skyrl_train.images import precedes_image
 from skyrl_train.registry import TARGET
-from skyrl_train.serve.images import RequestImages
+from skyrl_train.serve.images import PlacedTokens, RequestImages
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import Datum, ForwardBackward
 from skyrl_train.system.files import shown
@@ -73,29 +72,28 @@ def rows_of(
     found, images = [], images or RequestImages(None)
     for number, datum in enumerate(request.data):
         try:
-            tokens, spans = images.placed(datum.tokens, datum.images)
-            placed = replace(datum, tokens=tokens)
-            found.append(_checked(placed, spans, request.loss, vocabulary=vocabulary, max_length=max_length))
+            placed = images.placed(datum.tokens, datum.images)
+            found.append(_checked(datum, placed, request.loss, vocabulary=vocabulary, max_length=max_length))
         except Refused as error:
             raise Refused(f"example {number}: {error}") from None
     return rows_of_targets(found)
 
 
-def _checked(datum: Datum, images: ImageSpans, loss: str, *, vocabulary: int, max_length: int) -> Targets:
-    """The example, whose tokens have those of its `images` among them."""
+def _checked(datum: Datum, placed: PlacedTokens, loss: str, *, vocabulary: int, max_length: int) -> Targets:
     reads = _READS[loss]
     unknown = [name for name in datum.inputs if name not in ("target_tokens", "weights", *reads)]
     missing = [name for name in ("target_tokens", *reads) if name not in datum.inputs]
     if unknown or missing:
         what = f"does not read {unknown[0][:40]!r}" if unknown else f"needs {missing[0]!r}"
         raise Refused(f"loss_fn={loss!r} {what} in loss_fn_inputs")
-    size = len(datum.tokens)
+    tokens, images = placed
+    size = len(tokens)
     if size + 1 > max_length:
         raise Refused(f"{size} tokens and a target are more than the context length of {max_length}")
     targets = datum.inputs["target_tokens"]
     if targets.dtype.kind != "i" or targets.shape[:1] != (size,):
         raise Refused(f"target_tokens must be whole numbers, one for each of {size} tokens; got {list(targets.shape)}")
-    for name, ids in (("token", datum.tokens), ("target", targets)):
+    for name, ids in (("token", tokens), ("target", targets)):
         if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
             raise Refused(f"a {name} is {ids.min()} or {ids.max()}; token ids are from 0 to {vocabulary - 1}")
     zeros = np.zeros(targets.shape, np.float32)
@@ -113,7 +111,7 @@ def _checked(datum: Datum, images: ImageSpans, loss: str, *, vocabulary: int, ma
         what = "advantages" if "advantages" in reads else "weights"
         raise Refused(f"{what} must be 0 at position {ahead[0]}: the next token is of an image, which nothing predicts")
     return Targets(
-        token_ids=datum.tokens,
+        token_ids=tokens,
         targets=targets.astype(np.int64),
         weights=inputs["weights"],
         old_logprobs=inputs["logprobs"],

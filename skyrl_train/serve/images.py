@@ -27,8 +27,7 @@ _FORMATS = {"PNG": "png", "JPEG": "jpeg", "MPO": "jpeg"}
 
 
 def served_images(settings: LearnerSettings, limits: ImagesConfig) -> ImageReading | None:
-    """Return how a served model reads images; None where it reads none, or not exactly in the layout of its rows. Raises
-    ModelError where it lacks its processor."""
+    """Return how a model reads images; None where it reads none, or not in its rows' layout. Raises ModelError."""
     is_exact = settings.micro_batching.layout == "padded" or not pads_rows(settings.model)
     return image_reading(settings.model, limits) if is_exact else None
 

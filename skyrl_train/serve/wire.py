@@ -12,7 +12,7 @@ import base64
 import functools
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -160,14 +160,13 @@ def input_of_json(value: object) -> tuple[NDArray[np.int64], SentImages]:
     return _input_of(_chunks_of_json(value))
 
 
-def _chunks_of_json(value: object) -> list[Any]:
+def _chunks_of_json(value: object) -> Iterator[Any]:
     """The messages of the chunks of a `ModelInput`."""
     chunks = value.get("chunks") if isinstance(value, dict) else None
     if not isinstance(chunks, list):
         raise Refused("model_input must be an object with a list of chunks")
-    found = [schema().Chunk() for _ in chunks]
-    for message, chunk in zip(found, chunks):
-        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
+    for chunk in chunks:
+        message, kind = schema().Chunk(), chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
         if kind == "encoded_text":
             tokens = _whole_numbers(chunk.get("tokens"), "tokens", 2**31)
             message.encoded_text.tokens = tokens.astype(np.int32).tobytes()
@@ -181,7 +180,7 @@ def _chunks_of_json(value: object) -> list[Any]:
                 raise Refused(f"a chunk of type image must have {what}; got {shown(stated)}") from None
         else:
             raise _not_read(kind)
-    return found
+        yield message
 
 
 def _input_of(chunks: Iterable[Any]) -> tuple[NDArray[np.int64], SentImages]:

@@ -19,8 +19,10 @@ from skyrl_train.config.derived import learner_settings
 from skyrl_train.config.models import PlacementConfig
 from skyrl_train.config.placement import plan_layout
 from skyrl_train.model import load_tokenizer
-from skyrl_train.serve import Models
+from skyrl_train.serve import Models, served_images
 from tests.support.serve_cases import BASE, HAS_SCHEMA, NEEDS_SCHEMA, Caller, datum, serving, serving_models
+from tests.support.served_images import image, sample, settled, shown, text
+from tests.support.vision_runs import png, save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(not HAS_SCHEMA, reason=NEEDS_SCHEMA)]
 
@@ -32,19 +34,21 @@ OTHERS = ("step 1", "samples 2")
 
 
 @contextmanager
-def on_ray(session: RaySession, folder: Path) -> Iterator[Any]:
-    config = load_config(*SETTINGS, settings={"output_dir": str(folder)})
+def on_ray(session: RaySession, folder: Path, *words: str) -> Iterator[Any]:
+    config = load_config(*SETTINGS, *words, settings={"output_dir": str(folder)})
+    learner = learner_settings(config, "policy")
     placement = Placement(plan_layout(PLACEMENT, roles=["policy"], gpu=False), timeout_s=600.0)
     models = None
     try:
         models = RayModels(
-            partial(Models, learner_settings(config, "policy"), config.generator),
+            partial(Models, learner, config.generator),
             session,
             PLACEMENT,
             placement.slots("policy"),
             num_threads=1,
             folder=folder,
             tokenizer=load_tokenizer(config.model),
+            images=served_images(learner, config.data.images),
         )
         with serving_models({BASE: models}, folder, anchor_every=4) as http:
             http.models = models
@@ -129,3 +133,20 @@ def test_a_server_that_is_started_again_on_ray_goes_on_from_one_process(session:
         expected = caller.logprobs(model, 7)
     with on_ray(session, tmp_path) as http:
         assert Caller(http).logprobs(model, 8) == expected
+
+
+def test_images_are_seen_by_workers_as_in_one_process(session: RaySession, tmp_path: Path) -> None:
+    def play(http: Any) -> list[Any]:
+        caller = Caller(http)
+        model = caller.model()
+        seen = [settled(caller, caller.train(model, 1, [shown(1), datum([1, 2, 3])]))["loss_fn_outputs"]]
+        seen.append(settled(caller, caller.step(model, 2))["metrics"])
+        prompt = [text(5, 6), image(png(1)), text(7)]
+        return [*seen, settled(caller, sample(caller, caller.snapshot(model, 3, 0), prompt, prompt_logprobs=True))]
+
+    path = f"model.path={save_model(tmp_path / 'model')}"
+    with serving(tmp_path / "one", *SETTINGS, path) as http:
+        expected = play(http)
+    (tmp_path / "ray").mkdir()
+    with on_ray(session, tmp_path / "ray", path) as http:
+        assert play(http) == expected
