@@ -62,7 +62,7 @@ class NamedAdapters:
         self._requests: dict[str, LoRARequest] = {}
         self._last = _NUMBER
 
-    def add(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> LoRARequest:
+    def add(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
         """Write an adapter with a new name; `tensors` as of `load_adapter`."""
         from vllm.lora.request import LoRARequest
 
@@ -70,7 +70,6 @@ class NamedAdapters:
         folder = Path(self._folder.name) / f"{self._last}"
         write_adapter(folder, dict(tensors), lora)
         self._requests[name] = LoRARequest(name, self._last, str(folder))
-        return self._requests[name]
 
     def get(self, name: str) -> LoRARequest:
         """Raises EngineError where there is none of that name."""
@@ -78,13 +77,10 @@ class NamedAdapters:
             raise EngineError(f"there is no adapter {name!r}")
         return self._requests[name]
 
-    def remove(self, name: str) -> int | None:
-        """Return the number of an adapter that is forgotten; None where there is none."""
-        request = self._requests.pop(name, None)
-        if request is None:
-            return None
-        shutil.rmtree(request.lora_path, ignore_errors=True)
-        return int(request.lora_int_id)
+    def remove(self, name: str) -> None:
+        """Forget an adapter, if it is there."""
+        if (request := self._requests.pop(name, None)) is not None:
+            shutil.rmtree(request.lora_path, ignore_errors=True)
 
     def close(self) -> None:
         """Remove all files."""

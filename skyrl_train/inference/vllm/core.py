@@ -169,20 +169,16 @@ class VLLMCore:
         self._requests[request.request_id] = Running(request, future, listener)
 
     def add_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
-        """Take an adapter beside the others; see `VLLMEngine.load_adapter`."""
-        try:
-            is_loaded = self._engine.add_lora(self._named.add(name, lora, tensors))
-        except Exception as error:
-            self._named.remove(name)
-            raise self._failure(f"adapter {name!r}: {type(error).__name__}: {error}") from error
-        if not is_loaded:
-            self._named.remove(name)
-            raise EngineError(f"vLLM did not take adapter {name!r}")
+        """Take an adapter beside the others; see `VLLMEngine.load_adapter`. vLLM reads it when a request of it runs, and
+        drops the one that has not run for longest: loaded here it could take the place of one that runs."""
+        room = self._settings.adapter
+        if room is None or lora.rank > room.rank:  # vLLM's core would die of it
+            raise EngineError(f"adapter {name!r} has rank {lora.rank}, and the engine room for {room and room.rank}")
+        self._named.add(name, lora, tensors)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter, if it is there."""
-        if (number := self._named.remove(name)) is not None and not self._broken:
-            self._engine.remove_lora(number)
+        self._named.remove(name)
 
     def _adapter_of(self, request: GenerationRequest) -> Any:
         if request.adapter:
