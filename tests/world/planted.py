@@ -29,7 +29,6 @@ _ADMISSION = "skyrl_train.rollout.admission"
 _FOLDER = "skyrl_train.trainers.checkpoints.folder"
 _PPO = "skyrl_train.trainers.ppo:PPOTrainer"
 _HOSTS = "skyrl_train.rollout.hosts.threads:ThreadEnvironments.call"
-_START = "skyrl_train.serve.scheduler:Scheduler.start"
 _ADAPTERS = "skyrl_train.serve.models:Models._take"
 _ACCEPT = "skyrl_train.serve.ledger:Ledger._accept"
 
@@ -70,11 +69,10 @@ LISTED = (
         name="a lease not released on cancel",
         patches=(
             (
-                "skyrl_train.serve.sampling:Sampling.run",
-                "try:\n            return await self._run(request, models, models.engine, name)\n        finally:\n"
-                "            models.release(name)",
-                "found = await self._run(request, models, models.engine, name)\n        models.release(name)\n"
-                "        return found",
+                "skyrl_train.serve.models:Models.sampled_from",
+                "try:\n                yield _InEngine(self.engine, saved.name, sampler=self._sampler)\n"
+                "            finally:\n                self.release(saved.name)",
+                "yield _InEngine(self.engine, saved.name, sampler=self._sampler)\n            self.release(saved.name)",
             ),
         ),
     ),
@@ -191,8 +189,8 @@ PUBLIC = (
             ("skyrl_train.serve.scheduler:Scheduler._take_turns", "self._wake.clear()\n", "pass\n"),
             (
                 "skyrl_train.serve.scheduler:Scheduler._take_turns",
-                "for each, line in zip(together, lines)))",
-                "for each, line in zip(together, lines)))\n            self._wake.clear()",
+                "self._take_lost()\n",
+                "self._take_lost()\n            self._wake.clear()\n",
             ),
         ),
     ),
@@ -265,7 +263,7 @@ FURTHER = (
     ),
     Bug(
         name="a restart that executes once more what its anchor has",
-        patches=((_START, "if seq > model.anchor and", "if seq >= model.anchor and"),),
+        patches=(("skyrl_train.serve.scheduler:_behind", "and seq > anchor", "and seq >= anchor"),),
     ),
 )
 

@@ -127,7 +127,7 @@ class ToyModels(Models):
         self._trained, self.engine = {}, Engine(world, engine_fails)  # type: ignore[assignment]
         self.about = BaseFacts(architecture="toy", vocabulary=50, max_length=64, full_bytes=800, is_deterministic=False)
         self._in_engine, self._in_use, self._loading = OrderedDict(), {}, asyncio.Lock()
-        self._full_engine = models._FullEngine()
+        self._full_engine, self._sampler = models._FullEngine(), None
 
     def rows(self, request: Any, images: Any = None) -> Any:
         """What a pass computes, where passes are computed together."""
