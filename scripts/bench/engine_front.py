@@ -48,7 +48,8 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
     processor, running = OutputProcessor(None, log_stats=False), {}
     for number in range(num_requests):
         name = str(number)
-        params = sampling_arguments(SAMPLING, (), seed=number, is_keyed=False)
+        asked = GenerationRequest(request_id=name, prompt_token_ids=PROMPT, sampling=SAMPLING, seed=number)
+        params = sampling_arguments(asked, (), seed=number, is_keyed=False)
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=list(PROMPT),
@@ -62,7 +63,6 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
             external_req_id=name,
         )
         processor.add_request(request, None)
-        asked = GenerationRequest(request_id=name, prompt_token_ids=PROMPT, sampling=SAMPLING, seed=number)
         running[name] = Running(asked, Future())
     generator, decoder = np.random.default_rng(0), MsgpackDecoder(EngineCoreOutputs)
     steps = [answers(num_requests, generator) for _ in range(4)]
