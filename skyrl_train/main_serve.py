@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from skyrl_train import config as schema, runs
+from skyrl_train.config import derived
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.runs import cli
 from skyrl_train.system import install_command
@@ -118,7 +119,11 @@ def _serve(args: argparse.Namespace) -> None:
             raise ConfigError([Violation.of("--also", " ".join([name, *own]), rule, remedy)])
         bases[name] = runs.for_server(config)
     runs.serve(
-        bases,
+        next(iter(bases.values())),
+        {
+            name: (derived.learner_settings(each, "policy"), each.generator, each.data.images)
+            for name, each in bases.items()
+        },
         folder=args.folder,
         tenants=tenants,
         host=args.host,

@@ -7,10 +7,10 @@ if TYPE_CHECKING:
     from skyrl_train.runs.capsule_bisect import bisect as bisect, refuse_again as refuse_again
     from skyrl_train.runs.construction.parts import assembler as assembler, trainer_of as trainer_of
     from skyrl_train.runs.drive import evaluate as evaluate, train as train, train_sft as train_sft
-    from skyrl_train.runs.resolving import resolve as resolve
+    from skyrl_train.runs.resolving import for_server as for_server, resolve as resolve
     from skyrl_train.runs.result import RunResult as RunResult, run_logged as run_logged, swept_metric as swept_metric
     from skyrl_train.runs.rl import load_data as load_data
-    from skyrl_train.runs.server import for_server as for_server, serve as serve
+    from skyrl_train.runs.server import serve as serve
     from skyrl_train.runs.sft import (
         SFTData as SFTData,
         build_loader as build_loader,

@@ -27,7 +27,13 @@ from skyrl_train.registry import TARGET, PartSpec, part_name, split_spec
 from skyrl_train.rollout import checked_prompts, rewards
 from skyrl_train.rollout.envs import reward_lines
 from skyrl_train.rollout.hosts import held_rewards
-from skyrl_train.runs.cli.placement import place, place_for_plan, rule_violations, with_memory_settings
+from skyrl_train.runs.cli.placement import (
+    place,
+    place_for_plan,
+    place_replicas,
+    rule_violations,
+    with_memory_settings,
+)
 from skyrl_train.system import LARGE_PAGES, Devices, detect_platform, local_devices, multiplies_bfloat16
 from skyrl_train.types import Prompt
 
@@ -93,6 +99,19 @@ def resolve(
     if purpose == "train" and isinstance(config, Config) and config.generator.backend != "replay":
         config = with_reward_weights(config)
     return Resolved(config=config)
+
+
+def for_server(config: Config) -> Config:
+    """Return the settings of a server, whose placement is chosen. Raises ConfigError for an engine or a strategy that a
+    server has not."""
+    if config.generator.backend not in ("hf", "vllm"):
+        rule, remedy = "must be hf or vllm, which sample from adapters side by side", "set generator=hf"
+        raise ConfigError([Violation.of("generator.backend", str(config.generator.backend), rule, remedy)])
+    config = resolve(place_replicas(config)).config
+    if config.strategy.kind not in ("single", "ddp"):
+        rule, remedy = "must be ddp, or single on one device: each has the whole base", "set strategy=ddp"
+        raise ConfigError([Violation.of("strategy", config.strategy.kind, rule, remedy)])
+    return config
 
 
 def _planned(config: Config, announce: Callable[[str], object]) -> Resolved[Config]:

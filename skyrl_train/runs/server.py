@@ -8,35 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config import Config
+from skyrl_train.config import RunConfig
 from skyrl_train.config.data import ImagesConfig
-from skyrl_train.config.derived import LearnerSettings, learner_settings
+from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import GeneratorConfig, StrategyConfig
 from skyrl_train.endpoints import listening
-from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.runs.cli.placement import place_replicas
 from skyrl_train.runs.drive import open_folder, uncollected
-from skyrl_train.runs.resolving import resolve
 
 if TYPE_CHECKING:
     from skyrl_train.serve import ServedModels
 
 
-def for_server(config: Config) -> Config:
-    """Return the settings of a server, whose placement is chosen. Raises ConfigError for an engine or a strategy that a
-    server has not."""
-    if config.generator.backend not in ("hf", "vllm"):
-        rule, remedy = "must be hf or vllm, which sample from adapters side by side", "set generator=hf"
-        raise ConfigError([Violation.of("generator.backend", str(config.generator.backend), rule, remedy)])
-    config = resolve(place_replicas(config)).config
-    if config.strategy.kind not in ("single", "ddp"):
-        rule, remedy = "must be ddp, or single on one device: each has the whole base", "set strategy=ddp"
-        raise ConfigError([Violation.of("strategy", config.strategy.kind, rule, remedy)])
-    return config
+Served = tuple[LearnerSettings, GeneratorConfig, ImagesConfig]
+"""What a base is made from: what trains, what samples, and what bounds the images that clients send."""
 
 
 def serve(
-    bases: Mapping[str, Config],
+    run: RunConfig,
+    bases: Mapping[str, Served],
     *,
     folder: Path,
     tenants: Mapping[str, str],
@@ -52,7 +41,8 @@ def serve(
     """Answers clients of Tinker's API until the process is told to end.
 
     Args:
-        bases: Each by its name for clients, as `for_server` has it. Beside its model it has the first one's settings.
+        run: Of the process, and of the first base; see `for_server`.
+        bases: By their names for clients.
         folder: Journal and adapters; one server at a time.
         tenants: By key.
         max_adapters: Of each tenant, as are `max_bytes` and `max_requests`; see `serve.Limits`.
@@ -65,7 +55,6 @@ def serve(
     with uncollected():
         from skyrl_train.runs.task import prepare_process
 
-    run = next(iter(bases.values()))
     prepare_process(run)
     with open_folder(run).locked(), ExitStack() as stack:
         with uncollected():
@@ -74,7 +63,7 @@ def serve(
             from skyrl_train.serve import Limits, RunFolders, Service, make_app, schema
 
             schema()  # raises where there is none, before models are loaded
-            models = _load(bases, folder, stack)
+            models = _load(run, bases, folder, stack)
         limits = Limits(max_adapters=max_adapters, max_bytes=max_bytes, max_requests=max_requests, full_for=full_for)
         service = Service(models, folder, seed=run.seed, limits=limits, models_in_memory=models_in_memory)
 
@@ -100,16 +89,15 @@ def serve(
             shown.close()
 
 
-def _load(bases: Mapping[str, Config], folder: Path, stack: ExitStack) -> Mapping[str, ServedModels]:
+def _load(run: RunConfig, bases: Mapping[str, Served], folder: Path, stack: ExitStack) -> Mapping[str, ServedModels]:
     """Return the models of each base, once they are loaded; `stack` ends what they are in."""
     from skyrl_train.serve import Models
 
-    given: dict[str, tuple[LearnerSettings, GeneratorConfig, ImagesConfig]] = {
+    given = {
         # A worker computes by itself, whatever there is beside it.
-        name: (replace(learner_settings(each, "policy"), strategy=StrategyConfig()), each.generator, each.data.images)
-        for name, each in bases.items()
+        name: (replace(settings, strategy=StrategyConfig()), generator, images)
+        for name, (settings, generator, images) in bases.items()
     }
-    run = next(iter(bases.values()))
     if run.placement.backend == "inline":
         return {name: Models(*each) for name, each in given.items()}
     from skyrl_train.runs.construction.on_ray import start_served_models
