@@ -419,11 +419,11 @@ class RolloutAnswers:
         sql = """SELECT failure_kind AS kind, failure_message AS message, purpose, step, uid, sample, failure_turn AS turn,
             count(*) OVER (PARTITION BY failure_kind) AS count, count(*) OVER (PARTITION BY failure_kind, step) AS in_step,
             count(*) OVER (PARTITION BY failure_kind, failure_message) AS alike,
-            row_number() OVER (PARTITION BY failure_kind ORDER BY step, uid, sample) AS place,
+            row_number() OVER (PARTITION BY failure_kind ORDER BY step, uid, sample, purpose DESC) AS place,
             row_number() OVER (PARTITION BY failure_kind, step) AS of_step,
             row_number() OVER (PARTITION BY failure_kind, failure_message) AS of_message
             FROM trajectories WHERE failure_kind IS NOT NULL AND {where}
-            QUALIFY place = 1 OR of_step = 1 OR of_message = 1 ORDER BY step, uid, sample"""
+            QUALIFY place = 1 OR of_step = 1 OR of_message = 1 ORDER BY step, uid, sample, purpose DESC"""
         rows, _ = self._asked(run, arguments, problems, sql)
         kinds = []
         for kind in dict.fromkeys(row["kind"] for row in rows):
