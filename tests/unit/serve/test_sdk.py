@@ -82,7 +82,7 @@ print("TOLD", __import__("json").dumps(told))
 """
     server = Command(tmp_path / "served", "--name", "tiny/qwen2", "--full-for", "owner")
     try:
-        told = json.loads(client("0.38.0", server.variables, "-W", "ignore", "-c", code).partition("TOLD ")[2])
+        told = json.loads(client("0.38.0", server, "-W", "ignore", "-c", code).partition("TOLD ")[2])
     finally:
         server.stop()
     assert told["rank"] is None
