@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl_train.learner import AdamWStep
-from skyrl_train.serve.models import ModelFacts
+from skyrl_train.serve.models import MAX_RANK, ModelFacts
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.system.files import shown
 from skyrl_train.types import SamplingParams
@@ -39,7 +39,7 @@ def checked(kind: type[T], content: object, where: str) -> T:
 class Adapter(Asked):
     """`lora_config`. The output head is not adapted, whatever `train_unembed` says."""
 
-    rank: Annotated[int, Field(ge=1, le=256)]
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
     seed: Seed | None = None
     train_attn: bool = True
     train_mlp: bool = True
