@@ -335,12 +335,13 @@ class RolloutAnswers:
             '"num_turns": num_turns, "dataset": dataset, "stop_reason": stop_reason, "cut": cut, "age": age, '
             '"metrics": metrics, "rewards": rewards}'
         )
+        in_order_of_samples = "list(reward ORDER BY sample)"  # a sum's last digit is that of its order
         metric = metric_column(arguments)
         sorts = {**_GROUP_SORTS, **({"metric": f"avg({metric})"} if metric else {})}
         sql = f"""SELECT purpose, step, uid, any_value(environment) AS environment,
             any_value(prompt_excerpt) AS prompt_excerpt, count(*) AS num_samples, count(failure_kind) AS num_failed,
-            avg(reward) AS reward_mean, min(reward) AS reward_min, max(reward) AS reward_max,
-            stddev_pop(reward) AS reward_std, max(reward) - min(reward) AS spread,
+            list_avg({in_order_of_samples}) AS reward_mean, min(reward) AS reward_min, max(reward) AS reward_max,
+            list_stddev_pop({in_order_of_samples}) AS reward_std, max(reward) - min(reward) AS spread,
             count(*) FILTER (cut > 0) AS num_cut, max(age) AS oldest,
             list({sample} ORDER BY sample) AS samples, count(*) OVER () AS total
             FROM trajectories WHERE {{where}} GROUP BY purpose, step, uid"""
