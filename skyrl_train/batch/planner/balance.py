@@ -26,6 +26,8 @@ _TOLERANCE = 1e-4
 """Rows are exchanged until the busiest rank is this near the mean."""
 _MAX_EXCHANGES = 400
 """After so many what is left is left."""
+_MAX_PARTNERS = 1024
+"""After so many partners were tried, too: with hundreds of ranks of few rows each, a light one seldom has a row that fits."""
 _LIGHT_RANKS = 4
 """Partners tried first for each exchange: the least busy ranks."""
 _MOST_BLOCKS = 1024
@@ -122,11 +124,16 @@ def balance_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64
         return np.sort(order)[None, :]
     blocks, block_costs = order.reshape(rows_per_rank, num_ranks), costs[order].reshape(rows_per_rank, num_ranks)
     assigned = np.empty((num_ranks, rows_per_rank), dtype=np.int64)
-    loads = np.zeros(num_ranks)
-    for block in range(min(rows_per_rank, _MOST_BLOCKS)):
-        ranks = np.argsort(loads, kind="stable")
-        loads[ranks] += block_costs[block]
-        assigned[ranks, block] = blocks[block]
+    by_load, num_blocks = [0.0] * num_ranks, min(rows_per_rank, _MOST_BLOCKS)
+    taken_by = []
+    # Lists: numpy takes longer to call than to sort so few.
+    for of_block in block_costs[:num_blocks].tolist():
+        ranks = sorted(range(num_ranks), key=by_load.__getitem__)
+        for rank, row_cost in zip(ranks, of_block):
+            by_load[rank] += row_cost
+        taken_by.append(ranks)
+    loads = np.array(by_load)
+    assigned[np.array(taken_by, np.int64).reshape(-1, num_ranks).T, np.arange(num_blocks)] = blocks[:num_blocks].T
     if rows_per_rank > _MOST_BLOCKS:
         ranks = np.argsort(loads, kind="stable")
         others, rest_costs = blocks[_MOST_BLOCKS:], block_costs[_MOST_BLOCKS:]
@@ -141,16 +148,17 @@ def balance_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64
 
 def _exchange(costs: NDArray[np.float64], assigned: NDArray[np.int64], loads: NDArray[np.float64]) -> None:
     """Swap one row of the busiest rank for a cheaper one of another, as long as that lowers the higher of the two."""
-    mean = loads.mean()
+    mean, num_tried = loads.mean(), 0
     for _ in range(_MAX_EXCHANGES):
         busiest = int(loads.argmax())
-        if loads[busiest] <= mean * (1 + _TOLERANCE):
+        if loads[busiest] <= mean * (1 + _TOLERANCE) or num_tried >= _MAX_PARTNERS:
             return
         enough = loads[busiest] * (1 - _TOLERANCE / 100)  # a swap that gains less could go on for ever by rounding
         by_load = np.argsort(loads, kind="stable")[:-1]
         # A light rank has most to take over, and nearly always a row that fits: the others are asked only then.
         for partners in (by_load[:_LIGHT_RANKS], by_load[_LIGHT_RANKS:]):
             swaps = []
+            num_tried += len(partners)
             for rank in partners.tolist():
                 swap = best_swap(costs[assigned[busiest]], costs[assigned[rank]], loads[busiest], loads[rank])
                 swaps += [(swap[0], rank, *swap[1:])] if rank != busiest else []
