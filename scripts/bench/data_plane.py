@@ -9,6 +9,7 @@ the log of rollouts, which is written to disk. Engines answer one call each with
 object store; `--by-value` asks them for each row, whose tokens and log-probabilities are in the answer.
 
     driver CPU      of the process of the loop, all threads, of the best step; what is fixed per call is in it
+    of it idle      what as many seconds cost that process while nobody asks it for anything: Ray's threads
     driver memory   what Python and numpy hold of a step's rollouts and rows when its update ends, by tracemalloc
     rows/s          of a whole step, log flushed; on a machine whose cores are fewer than the engines and ranks together
     writer CPU      of the process that writes a step's log, while it does nothing else, a token
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     placement = PlacementConfig(backend="ray", start_timeout_s=600.0, call_timeout_s=600.0)
     session = RaySession(placement, num_cpus=8, name="bench", largest_bucket_bytes=2 * 10**9)
     table = harness.Table(
-        *("tokens a row", "rows", "driver CPU us/row", "driver bytes/row", "rows/s"),
+        *("tokens a row", "rows", "driver CPU us/row", "of it idle", "driver bytes/row", "rows/s"),
         *("writer CPU ns/token", "worker CPU ns/token", "MB stored"),
         title="every token through the loop" if args.by_value else "by reference",
     )
@@ -85,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         session.close()
     return 0
 
+
+_IDLE_S = 5.0
 
 ray: Any = importlib.import_module("ray")
 """What only `cluster` imports elsewhere."""
@@ -203,6 +206,8 @@ class Run:
                 found.append((time.process_time() - cpu, time.perf_counter() - wall))
                 worker.append(self._plane.ask(time.process_time))
             found, worker = found[1:], worker[1:]  # the first imports
+            cpu, wall = min(found)
+            idle = wall * idle_cpu()
             if args.verbs:
                 for verb, seconds in self._verbs.items():
                     sys.stdout.write(f"{tokens:>8,} {verb:<10} {1e6 * min(seconds[1:]) / rows:8.1f} us/row\n")
@@ -219,7 +224,8 @@ class Run:
         return (
             f"{tokens:,}",
             f"{rows:,}",
-            f"{1e6 * min(cpu for cpu, _ in found) / rows:.0f}",
+            f"{1e6 * cpu / rows:.0f}",
+            f"{1e6 * idle / rows:.0f}",
             f"{memory / rows:.0f}",
             f"{rows / min(wall for _, wall in found):.0f}",
             f"{1e9 * writer / (rows * tokens):.0f}",
@@ -296,6 +302,13 @@ def make_config(prompts: int, samples: int) -> Config:
         config.trainer, algorithm=algorithm, train_batch_size=prompts, policy_mini_batch_size=mini, layout="packed"
     )
     return replace(config, trainer=trainer, generator=replace(config.generator, n_samples_per_prompt=samples))
+
+
+def idle_cpu() -> float:
+    """CPU seconds of this process in a second in which it does nothing."""
+    cpu = time.process_time()
+    time.sleep(_IDLE_S)
+    return (time.process_time() - cpu) / _IDLE_S
 
 
 def seconds_of_writing(folder: Path, rollouts: RolloutBatch, batch: TrainingInputBatch) -> float:
