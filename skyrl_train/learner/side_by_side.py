@@ -171,9 +171,9 @@ def _rows_together(asked: Sequence[AdapterPass], losses: Sequence[AlgorithmConfi
     """The rows of all, each a trajectory of its own, with the adapter and the loss of each."""
     counts = torch.tensor([each.batch.num_rows for each in asked])
     batch = TrainingInputBatch.cat([each.batch for each in asked])
-    numbers = torch.arange(batch.num_rows, dtype=torch.int32)
-    columns = {"trajectory_index": numbers, "prompt_index": numbers}
-    columns["adapter_index"] = torch.arange(len(asked), dtype=torch.int32).repeat_interleave(counts)
+    adapters = torch.arange(len(asked), dtype=torch.int32).repeat_interleave(counts)
+    columns = {"trajectory_index": torch.arange(batch.num_rows, dtype=torch.int32), "adapter_index": adapters}
+    columns["prompt_index"] = adapters  # rows of different adapters share nothing
     if len(losses) > 1:
         of_adapter = torch.tensor([losses.index(each.loss) for each in asked], dtype=torch.int32)
         columns["loss_index"] = of_adapter.repeat_interleave(counts)

@@ -108,6 +108,9 @@ def rows_of_targets(examples: Sequence[Targets], *, max_tokens: int = 1 << 22) -
     mask = torch.zeros(rows.num_tokens, dtype=torch.bool)
     mask[torch.from_numpy(places)] = True
     batch = batch_of_lengths([len(each) for each in rows.tokens]).with_columns(
+        # Whose samples examples are is not stated: as rows of one prompt they share whatever beginnings they have, and
+        # planners cut them where a forward is full.
+        prompt_index=torch.zeros(len(rows.tokens), dtype=torch.int32),
         input_ids=torch.from_numpy(np.concatenate(rows.tokens)).to(torch.int32),
         loss_mask=mask,
         old_logprobs=column([each.old_logprobs for each in examples], torch.float32),
@@ -115,7 +118,7 @@ def rows_of_targets(examples: Sequence[Targets], *, max_tokens: int = 1 << 22) -
         loss_weights=column([each.weights for each in examples], torch.float64),
     )
     images = tuple(rows.images) if any(rows.images) else ()
-    batch = replace(batch, metadata=replace(batch.metadata, images=images))
+    batch = replace(batch, metadata=replace(batch.metadata, uids=("examples",) * batch.num_rows, images=images))
     return TargetRows(batch=batch, places=places, targets=chosen, shapes=shapes)
 
 
