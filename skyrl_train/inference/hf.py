@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from skyrl_train.model.lora import adapter_slots, adapter_tensors, adapters_at, 
 from skyrl_train.model.parallel import record_routing
 from skyrl_train.model.vision import shown, shown_prompts
 from skyrl_train.rollout import listener
-from skyrl_train.system import WorkerThread
+from skyrl_train.system import WorkerThread, return_free_memory
 from skyrl_train.telemetry import TellsWhenBusy
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
 from skyrl_train.weight_sync import Rounding, rounded
@@ -386,7 +385,7 @@ class HFEngine(TellsWhenBusy):
         finally:
             self._forget_gone()
             self._weights_lock.release()
-            _return_free_memory()
+            return_free_memory()  # between kept keys lie holes that no larger tensor fits in
 
     def _require_adapter(self, name: str) -> None:
         if name and name not in self._slots:
@@ -399,12 +398,6 @@ class HFEngine(TellsWhenBusy):
             with self._turn_lock:
                 self._weights_lock.acquire()
         return self._weight_version
-
-
-def _return_free_memory() -> None:
-    """Give what the C library holds free back to the system: between kept keys lie holes that no larger tensor fits in."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # of glibc alone
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def build_hf_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         local_devices as local_devices,
         multiplies_bfloat16 as multiplies_bfloat16,
         resident_bytes as resident_bytes,
+        return_free_memory as return_free_memory,
         usable_cores as usable_cores,
     )
     from skyrl_train.system.seeding import derive_seed as derive_seed

@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4
 _MAX_EXCHANGES = 400
 """After so many what is left is left."""
 _MAX_PARTNERS = 1024
-"""After so many partners were tried, too: with hundreds of ranks of few rows each, a light one seldom has a row that fits."""
+"""So many partners are tried at most: of hundreds of ranks with few rows each, a light one seldom has a row that fits."""
 _LIGHT_RANKS = 4
 """Partners tried first for each exchange: the least busy ranks."""
 _MOST_BLOCKS = 1024
