@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     )
     from skyrl_train.system.platform import (
         LARGE_PAGES as LARGE_PAGES,
-        DetectedPlatform as DetectedPlatform,
         Devices as Devices,
         detect_platform as detect_platform,
         gpu_name as gpu_name,

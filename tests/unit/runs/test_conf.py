@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from skyrl_train.rollout.rewards import Judge
 from skyrl_train.runs.cli import machine, resolvers
 from skyrl_train.runs.cli.composition import load_node, plain_values
 from skyrl_train.runs.cli.conf_folder import conf_dir
-from skyrl_train.system import DetectedPlatform
 from tests.support.composing import composed
 
 FILES = sorted(
@@ -228,7 +228,7 @@ def test_the_preset_of_a_judge_states_all_that_a_judge_takes_as_it_would_be_unle
 
 @pytest.mark.parametrize("found", PLATFORMS)
 def test_the_platform_is_detected_unless_stated(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
-    monkeypatch.setattr(resolvers, "detect_platform", lambda: DetectedPlatform(name=found, reason="a test"))
+    monkeypatch.setattr(resolvers, "detect_platform", lambda: SimpleNamespace(name=found, reason="a test"))
     other = {"cpu": "gpu", "gpu": "cpu"}[found]
 
     assert load_node(composed(), Config).platform.name == found
