@@ -30,6 +30,7 @@ from skyrl_train.model.layers import beyond_index, widest_activation
 from skyrl_train.model.lora import adapters_at, dropping, runs_of
 from skyrl_train.model.parallel import replayed, replaying
 from skyrl_train.model.vision import showing
+from skyrl_train.system import return_free_memory
 from skyrl_train.telemetry import Metric, StepMetrics, Sum, merge_metrics
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ layout/{policy,critic}_forwards_{padded,packed,prefix_shared} | count | Forwards
 layout/{policy,critic}_turns_{merged,apart} | count | Turns sharing a row with their predecessor, and others. | where
     turns are merged
 """
+
+_MANY = 20_000_000
+"""Parameters from which on the heap is given back between micro-batches: holes that no larger tensor fits in make it grow.
+To look for them takes a toy a quarter of a pass, and a real model nothing that shows."""
 
 T = TypeVar("T")
 ScoreRows = Callable[[Tensor, TrainingInputBatch, Layout], Tensor]
@@ -156,6 +161,7 @@ class Passes:
         metrics: list[StepMetrics] = []
         losses: list[Tensor] = []
         mismatches: list[Tensor] = []
+        fills_memory = self.device.type == "cpu" and sum(map(torch.numel, self.model.parameters())) >= _MANY
         for part, is_last in zip(planned, reduction_schedule(len(planned)) if planned else ()):
             self.strategy.begin_micro_batch(self.model, is_last=is_last)
             with self._computing(part) as (rows, layout), dropping(self.model, rows, layout, step=step):
@@ -167,6 +173,8 @@ class Passes:
                 losses.append(loss)
                 mismatches += layout.scored.mismatches if layout.scored is not None else []
                 metrics += [measured, self._layout_metrics(part.batch, layout)]
+            if fills_memory:
+                return_free_memory()
         # one wait for the device, for all that the pass left there
         self._require_foreseen(mismatches)
         return merge_metrics(metrics), _first_non_finite(losses, planned)

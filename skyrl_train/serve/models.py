@@ -42,7 +42,7 @@ from skyrl_train.serve.examples import loss_of, rows_of
 from skyrl_train.serve.images import RequestImages, served_images
 from skyrl_train.serve.refusals import Refused
 from skyrl_train.serve.wire import ForwardBackward, forward_backward_output
-from skyrl_train.system import WorkerThread, return_free_memory
+from skyrl_train.system import WorkerThread
 from skyrl_train.system.files import make_folder, sync_folder
 from skyrl_train.telemetry import to_values
 from skyrl_train.types import GenerationOutput, GenerationRequest
@@ -310,9 +310,7 @@ class Models(ServedModels):
         batch, zero = rows.of_targets.batch, torch.zeros(0, dtype=torch.float64)
         if batch is None:
             return rows.message(TokenLosses(logprobs=zero, losses=zero))
-        found = self._trained[name].forward_losses(batch, [rows.loss], backward=rows.backward)
-        return_free_memory()  # else the heap of a server grows with each model that it trains
-        return rows.message(found)
+        return rows.message(self._trained[name].forward_losses(batch, [rows.loss], backward=rows.backward))
 
     def together(self, asked: Mapping[str, Rows]) -> dict[str, bytes]:
         """Compute all of them, or none: raises what one of them would."""
@@ -323,7 +321,6 @@ class Models(ServedModels):
             if rows.of_targets.batch is not None
         }
         found = self.learners.forward_losses(passes, backward=backward)
-        return_free_memory()
         return {name: rows.message(found[name]) for name, rows in asked.items()}
 
     def optim_step(self, name: str, step: AdamWStep) -> Mapping[str, float]:
