@@ -33,7 +33,7 @@
 #                    test_learners: a rank that is stopped        one that is killed
 #                    test_served_models: all but two              answers as in one process; a worker is killed
 #   tests/trainers   test_declared_metrics: a run of each kind    agents, filters, a stream
-#                    test_async_runs: from the journal alone      the same kinds from rollouts; one from the journal
+#                    test_async_runs: from the journal; 4 kinds   one from the journal; three kinds from rollouts
 #                    test_checkpoint_url: each; by the command    each fourth and ninth, in this process
 #                    test_vision_weights, test_sft_sizing: kills  test_sft_loop, test_ppo_resume, test_kill_and_resume
 #                    test_capsule_runs: all but three             a step again, one that differs, a NaN in a batch
@@ -78,6 +78,9 @@
 #                    test_measure: each piece of a CPU            three of them, by default
 #                    test_auto_placement: plans                   each size on each machine
 #                    test_placement_search: 37 of 40 machines     three of them; half of what may be stated
+#                    test_sizing: both measures of a policy       of a reference, by default
+#                    test_sizing_again: the plan's prediction     test_predict: peaks of three models
+#                    test_predict: 30M with an adapter            30M; two small ones, by default
 #                    test_host_memory: this machine's node        what ranks and engines hold, by default
 #                    test_journal_crashes: 500 cuts               twelve of each environment, by default
 #                    test_uneven_rows: prefix_shared              auto; packed, by default

@@ -98,11 +98,19 @@ def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_
     check_versions(tmp_path, max_staleness=2)
 
 
+NIGHTLY = [pytest.mark.nightly]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "kept"),
     [
-        pytest.param(kind, kept, marks=[pytest.mark.nightly] if kind and kept == "journal" else [])
+        pytest.param(
+            *(kind, kept),
+            marks=[]
+            if kind in ("", "curriculum", "dynamic sampling") and (kept == "rollouts" or not kind)
+            else NIGHTLY,
+        )
         for kind in ("", "curriculum", "greedy samples", "oversampling", "dynamic sampling", "copies", "critic")
         for kept in ("rollouts", "journal")
     ],

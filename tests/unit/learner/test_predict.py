@@ -49,7 +49,8 @@ def predicted(folder: Path, effort: Effort | None = None, **changes: object) -> 
     [
         "bundled",
         "tiny mixture of experts",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("30M dense", "30M dense, adapter")),
+        pytest.param("30M dense", marks=pytest.mark.slow),
+        pytest.param("30M dense, adapter", marks=pytest.mark.nightly),
     ],
 )
 def test_predicted_peaks_are_within_a_few_percent_of_measured_ones(

@@ -221,7 +221,7 @@ def test_the_report_is_of_plain_values(folder: Path) -> None:
 ROOMY = SizingLimits(longest=32, max_rows=64, limit_bytes=4 * MIB, margin=0.05, retries=3)
 
 
-@pytest.mark.parametrize("role", ["reference", pytest.param("policy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("role", ["reference", pytest.param("policy", marks=pytest.mark.nightly)])
 def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: Path, tmp_path: Path, role: str) -> None:
     measured = size_all([learner_of(folder, role=role)], ROOMY, {})[role]
     both = size_all([learner_of(folder, role=role)], replace(ROOMY, source="both"), {})[role]

@@ -114,7 +114,7 @@ def test_a_lowered_budget_is_part_of_a_checkpoint(tmp_path: Path, found_again: i
     assert expected_lower or restored.budgets.training == found_again
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_compares_its_prediction_with_what_a_run_of_the_same_configuration_measured(tmp_path: Path) -> None:
     generator = replace(Config().generator, max_context_length=32)
     trainer = replace(TRAINER, memory_budget_gb=0.03)
