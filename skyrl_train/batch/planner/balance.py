@@ -128,10 +128,10 @@ def balance_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64
     taken_by = []
     # Lists: numpy takes longer to call than to sort so few.
     for of_block in block_costs[:num_blocks].tolist():
-        ranks = sorted(range(num_ranks), key=by_load.__getitem__)
-        for rank, row_cost in zip(ranks, of_block):
+        lightest_first = sorted(range(num_ranks), key=by_load.__getitem__)
+        for rank, row_cost in zip(lightest_first, of_block):
             by_load[rank] += row_cost
-        taken_by.append(ranks)
+        taken_by.append(lightest_first)
     loads = np.array(by_load)
     assigned[np.array(taken_by, np.int64).reshape(-1, num_ranks).T, np.arange(num_blocks)] = blocks[:num_blocks].T
     if rows_per_rank > _MOST_BLOCKS:
