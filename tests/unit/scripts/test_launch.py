@@ -277,15 +277,18 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
     calls, programs = tmp_path / "calls", tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     told = f'[ "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" = "token t0ken" ] && echo "$(basename "$0") $*" >>"{calls}"'
-    stays = 'case "$*" in *--head*) trap "exit 0" TERM; while :; do sleep 0.05; done;; esac'
-    for name, body in (("ray", stays), ("python", "exit 3")):
+    # As of the real one, the status of the first node is good only once its head has started.
+    started = f'until [ "$SKYPILOT_NODE_RANK" != 0 ] || grep -q -e --head "{calls}"; do sleep 0.05; done'
+    stays = 'trap "exit 0" TERM; while :; do sleep 0.05; done'
+    ray = f'case "$*" in status*) {started};; *--head*) {stays};; esac'
+    for name, body in (("ray", ray), ("python", "exit 3")):
         (programs / name).write_text(f"#!/bin/sh\n{told}\n{body}\n", encoding="utf-8")
         (programs / name).chmod(0o755)
     assert task["secrets"] == {"RAY_AUTH_TOKEN": None}, "each launch brings its own"
     variables = {
         **task["envs"],
         "RAY_AUTH_TOKEN": "t0ken",
-        "SKYPILOT_TASK_ID": tmp_path.name,
+        "SKYPILOT_TASK_ID": f"{tmp_path.name}-{os.getpid()}",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     }
@@ -300,13 +303,11 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
         for rank in (1, 0)
     ]
     said = calls.read_text(encoding="utf-8").splitlines()
-    joined, started, trained = sorted(
-        (line for line in said if "status" not in line), key=lambda line: "start" not in line
-    )
+    joined, led, trained = (line for line in said if "status" not in line)
     assert statuses == [0, 3]
     assert joined.startswith("ray start --address=10.0.0.1:6379")
-    assert started.startswith("ray start --head --port=6379 --num-gpus=8")
-    folder = Path(started.partition("--temp-dir=")[2].split()[0]).parent
+    assert led.startswith("ray start --head --port=6379 --num-gpus=8")
+    folder = Path(led.partition("--temp-dir=")[2].split()[0]).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.rmdir()
     without = {name: value for name, value in variables.items() if name != "RAY_AUTH_TOKEN"}
