@@ -34,7 +34,7 @@ from skyrl_train.learner.optimizer import (
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.profiling import Profiler
 from skyrl_train.model import narrow_last_layer
-from skyrl_train.model.layers import use_fast_products, use_fused_norms
+from skyrl_train.model.layers import use_fast_products, use_fused_layers
 from skyrl_train.model.lora import activate_adapter, adapter_tensors
 from skyrl_train.telemetry import Last, Mean, StepMetrics, merge_metrics
 
@@ -72,7 +72,7 @@ class ModelEngine:
         that this engine trains and computes with."""
         self.strategy = strategy or SingleProcess()
         use_fast_products(model)
-        use_fused_norms(model)
+        use_fused_layers(model)
         narrow_last_layer(model)
         self.strategy.prepare(model)
         self.model = model

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         masked_attention as masked_attention,
         segment_attention as segment_attention,
     )
+    from skyrl_train.model.layers.fused import use_fused_layers as use_fused_layers
     from skyrl_train.model.layers.index_limit import (
         beyond_index as beyond_index,
         widest_activation as widest_activation,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         sum_of_squares as sum_of_squares,
         token_scores as token_scores,
     )
-    from skyrl_train.model.layers.norms import use_fused_norms as use_fused_norms
     from skyrl_train.model.layers.numerics import (
         say_eager as say_eager,
         set_numerics as set_numerics,

@@ -12,6 +12,7 @@ product of two exactly. Sums are of float32 in either case; the gradient of a we
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -31,9 +32,9 @@ _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """oneDNN's cache of kernels and that of torch's operations above it. Each keeps 1,024 of some 0.1 MB, one for each shape,
 and packed micro-batches have other shapes in each step; those of one micro-batch are enough."""
 
-_LONGEST_SUM = 512
-"""Numbers that one product adds up. oneDNN does so one after the other, of which the rounding grows with their number; MKL
-adds blocks, too."""
+_LONG_SUM = 512
+"""About as many numbers are added up by one product. oneDNN does so one after the other, of which the rounding grows with
+their number; MKL adds blocks, too."""
 
 
 @cache
@@ -169,7 +170,10 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
     """`left @ right.T + bias`, as a sum of products over a part of the columns each."""
     operation: Any = torch.ops.mkldnn._linear_pointwise
     found: Tensor | None = None
-    for one, other in zip(torch.split(left, _LONGEST_SUM, -1), torch.split(right, _LONGEST_SUM, -1)):
+    # Of equal width, in whole vectors: 576 columns are one part, since 512 and 64 would take two products and two copies.
+    parts = max(1, round(left.shape[-1] / _LONG_SUM))
+    width = 64 * math.ceil(left.shape[-1] / parts / 64)
+    for one, other in zip(torch.split(left, width, -1), torch.split(right, width, -1)):
         # columns of a matrix that lies row after row would be multiplied by a kernel that is slow
         part: Tensor = operation(
             one, other if other.stride(0) == 1 else other.contiguous(), bias if found is None else None, "none", [], ""

@@ -19,7 +19,7 @@ from tests.support.learner_cases import make_batch, make_learner, save_tiny_mode
 from tests.support.memory_cases import MIB
 
 LIMITS = SizingLimits(longest=64, max_rows=600, limit_bytes=4 * MIB, margin=0.05, retries=3)
-ADVERSARIAL = [64] + [3] * 400
+ADVERSARIAL = [64] + [3] * 440
 
 
 @pytest.mark.parametrize("layout", ["packed", pytest.param("prefix_shared", marks=pytest.mark.slow)])

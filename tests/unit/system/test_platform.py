@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,3 +115,18 @@ def test_what_a_process_holds_grows_with_what_it_keeps_and_is_0_where_nothing_te
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/statm").write_text("no numbers")
     assert resident_bytes(tmp_path) == 0
+
+
+def test_free_memory_is_returned_where_the_process_grew_by_a_tenth_since_its_heap_was_compact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trims: list[int] = []
+    held = iter([100, 105, 109, 112, 90, 98, 100, 70])
+    monkeypatch.setattr(platform, "resident_bytes", lambda: next(held))
+    monkeypatch.setattr(platform, "_HEAP", {})
+    monkeypatch.setattr(platform.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trims.append))
+    counts = []
+    for _ in range(8):
+        platform.return_free_memory()
+        counts.append(len(trims))
+    assert counts == [0, 0, 0, 1, 1, 1, 2, 2], "at 112 over 100, and at 100 over the 90 that it took after that"
