@@ -45,10 +45,6 @@ layout/{policy,critic}_turns_{merged,apart} | count | Turns sharing a row with t
     turns are merged
 """
 
-_MANY = 20_000_000
-"""Parameters from which on the heap is given back between micro-batches: holes that no larger tensor fits in make it grow.
-To look for them takes a toy a quarter of a pass, and a real model nothing that shows."""
-
 T = TypeVar("T")
 ScoreRows = Callable[[Tensor, TrainingInputBatch, Layout], Tensor]
 """`(hidden [positions, hidden], rows, layout) -> [rows, len]`."""
@@ -161,7 +157,6 @@ class Passes:
         metrics: list[StepMetrics] = []
         losses: list[Tensor] = []
         mismatches: list[Tensor] = []
-        fills_memory = self.device.type == "cpu" and sum(map(torch.numel, self.model.parameters())) >= _MANY
         for part, is_last in zip(planned, reduction_schedule(len(planned)) if planned else ()):
             self.strategy.begin_micro_batch(self.model, is_last=is_last)
             with self._computing(part) as (rows, layout), dropping(self.model, rows, layout, step=step):
@@ -173,8 +168,8 @@ class Passes:
                 losses.append(loss)
                 mismatches += layout.scored.mismatches if layout.scored is not None else []
                 metrics += [measured, self._layout_metrics(part.batch, layout)]
-            if fills_memory:
-                return_free_memory()
+            if self.device.type == "cpu":
+                return_free_memory()  # holes that no larger tensor fits in make the heap grow
         # one wait for the device, for all that the pass left there
         self._require_foreseen(mismatches)
         return merge_metrics(metrics), _first_non_finite(losses, planned)
