@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from skyrl_train.batch import TrainingInputBatch
+from skyrl_train.batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.batch.plane import (
     DataPlane,
     Layer,
@@ -190,21 +190,16 @@ class DataWorker:
         batch: TrainingInputBatch,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[TrainingInputBatch, Layer | None]:
-        """Return the batch with its new columns of rows, and where those of tokens are; None where none are new."""
+    ) -> tuple[Mapping[str, torch.Tensor], BatchMetadata, Layer | None]:
+        """Return the columns of rows and the metadata as they are now, and where new columns of tokens are; None where none
+        are new. The references stay with the asker: Ray registers each that comes back anew."""
         read = batch.here()
         added, after = added_columns(read, function(read, *args, **kwargs))
-        rows = TrainingInputBatch(
-            token_columns=batch.token_columns,
-            row_columns=after.row_columns,
-            row_offsets=after.row_offsets,
-            metadata=after.metadata,
-        )
         if not added:
-            return rows, None
+            return after.row_columns, after.metadata, None
         source = put_arrays({name: column.numpy() for name, column in added.items()})
         dtypes = {name: column.dtype for name, column in added.items()}
-        return rows, Layer.of([Piece(source, after.row_offsets.numpy())], dtypes)
+        return after.row_columns, after.metadata, Layer.of([Piece(source, after.row_offsets.numpy())], dtypes)
 
 
 class RayPlane(DataPlane):
@@ -279,8 +274,8 @@ class RayPlane(DataPlane):
     ) -> TrainingInputBatch:
         """Have a worker do it, and keep the new columns of tokens."""
         sent = _without_images(batch)
-        found, layer = self._worker().call(DataWorker.add_columns, "data", function, sent, args, kwargs)[0]
-        found = replace(found, metadata=replace(found.metadata, images=batch.metadata.images))
+        rows, metadata, layer = self._worker().call(DataWorker.add_columns, "data", function, sent, args, kwargs)[0]
+        found = replace(batch, row_columns=rows, metadata=replace(metadata, images=batch.metadata.images))
         return found if layer is None else found.with_layer(layer)
 
     def ask(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
