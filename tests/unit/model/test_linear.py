@@ -39,7 +39,7 @@ def _gradients(layer: nn.Linear, inputs: Tensor, by_output: Tensor) -> list[Tens
 
 @needs_operation
 @pytest.mark.usefixtures("fast_products")
-@pytest.mark.parametrize(("size", "out"), [(96, 256), (256, 96)])
+@pytest.mark.parametrize(("size", "out"), [(96, 256), (256, 96), (576, 192), (1536, 64)])
 def test_outputs_and_gradients_are_those_of_float64(size: int, out: int) -> None:
     torch.manual_seed(0)
     layer, exact = nn.Linear(size, out), nn.Linear(size, out).double()
