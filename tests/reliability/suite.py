@@ -42,7 +42,8 @@ class Part:
     """Arguments of `python -m`."""
     sample: str = ""
     """The same for CI; empty where the ordinary suites run it there already."""
-    timeout_s: float = 3600.0
+    timeout_s: float = 4 * 3600.0
+    """By which a part that hangs is ended: the longest takes an hour and a half beside another."""
 
 
 _SMALL = (
