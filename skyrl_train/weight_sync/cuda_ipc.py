@@ -40,6 +40,7 @@ class Export:
             self.handles: Mapping[str, Any] = {device_name(flat.device): handle}
             return
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        # mkstemp is for the name, which no other process of the node has; tofile opens the file by itself.
         descriptor, name = tempfile.mkstemp(prefix="skyrl-weights-", dir=folder)
         os.close(descriptor)
         self._file = Path(name)
@@ -48,6 +49,7 @@ class Export:
 
     def close(self) -> None:
         """Take the memory back, whether it was opened or not: importers must have copied what they need. Idempotent."""
+        # Counted down before the memory is let go: torch keeps a block back whose count is not 0 yet.
         if self._count is not None:
             self._count.release()
             self._count = None
@@ -69,17 +71,20 @@ class _OpenCount:
 
     def __init__(self, handle: bytes, index: int, *, device_index: int) -> None:
         self._handle, self._index, self._device_index = handle, index, device_index
+        # Nobody can have opened a new export: another number says that counts are not where they are looked for.
         self._is_readable = self._read() == 1
         """False under a torch that keeps its counts elsewhere: then every export is taken for one that was opened."""
 
     def release(self) -> None:
         """Count down for an importer that never came."""
         if self._is_readable and self._read() == 1:
+            # torch's own call for an importer that has no use for its count.
             release: Any = torch.UntypedStorage._release_ipc_counter
             release(self._handle, self._index, device=self._device_index)
 
     def _read(self) -> int | None:
         try:
+            # The handle is a name of shm_open, which begins with a slash; Linux has what it names in /dev/shm.
             with (_SHARED_MEMORY / self._handle.decode().lstrip("/")).open("rb") as file:
                 file.seek(self._HEADER_BYTES + 8 * self._index)
                 return int.from_bytes(file.read(8), sys.byteorder)
@@ -93,6 +98,7 @@ def import_copy(handles: Mapping[str, Any], device: torch.device, num_bytes: int
     require_exporters([name], handles)
     handle = handles[name]
     if device.type == "cuda":
+        # A copy, since the exporter takes its memory back without asking who still has it open.
         return _open_cuda_handle(handle, device, num_bytes).clone()
     return torch.from_file(handle[0], shared=True, size=num_bytes, dtype=torch.uint8).clone()
 
@@ -110,11 +116,13 @@ def require_exporters(importers: Iterable[str], exporters: Iterable[str]) -> Non
 def device_name(device: torch.device) -> str:
     """Return a name that is the same in every process that uses the device, whatever number it has there."""
     if device.type == "cuda":
+        # A number would not do: each process counts the devices that it may see from 0.
         return str(torch.cuda.get_device_properties(device).uuid)
     return device.type
 
 
 def _cuda_handle(flat: Tensor) -> list[Any]:
+    # torch would pickle all parts, classes among them and the number that the device has in this process.
     reduce: Any = reduce_tensor
     _, parts = reduce(flat)
     return [parts[3], *parts[_HANDLE_PARTS], *parts[_COUNTER_PARTS]]
@@ -123,6 +131,7 @@ def _cuda_handle(flat: Tensor) -> list[Any]:
 def _open_cuda_handle(handle: list[Any], device: torch.device, num_bytes: int) -> Tensor:
     offset, *rest = handle
     rebuild: Any = rebuild_cuda_tensor
+    # What the handle lacks of torch's arguments is known: flat bytes, on what this process calls the device.
     opened: Tensor = rebuild(
         Tensor,
         torch.Size([num_bytes]),

@@ -42,7 +42,7 @@ class _Model:
     onload: Callable[[bool], object]
     """Brings it back, with its optimizer's state where asked for."""
     offload: Callable[[], object]
-    """Everything to the host."""
+    """Moves parameters, gradients and the optimizer's state to the host."""
     release: Callable[[], object]
     """Gives memory that it has freed back to the device, where it stays."""
 
@@ -71,7 +71,9 @@ class DeviceSharing:
         self._shared, self._moves = shared, moves
         self._record_file = record_file
         self._models: dict[str, _Model] = {}
+        # Reentrant: while it is held, engines are sent weights by a sync, which takes it too.
         self._lock = threading.RLock()
+        # On the same lock, which waiting lets go: models could not leave otherwise.
         self._models_left = threading.Condition(self._lock)
         self._awake: tuple[str, ...] = _AWAKE
         self._on_device: dict[str, bool] = {}
@@ -122,8 +124,10 @@ class DeviceSharing:
         """Bring the engines to the devices, since requests will be answered."""
         with self._lock:
             if self._shared:
+                # Ahead of the models' leaving, since weights are read from the policy on its device.
                 if self._discarded and self._resend is not None:
                     self._resend()
+                # Models first: there is no room for keys and values beside one.
                 for role in list(self._on_device):
                     self._put_off(role)
                 self._wake(_AWAKE)
@@ -134,6 +138,8 @@ class DeviceSharing:
         `trains`: whether they may change there.
         """
         with self._lock:
+            # Said before the update and not taken back by one that failed: weights may be half changed
+            # then, and an engine that is started again must not get those, wherever it computes.
             self._weights_moved = self._weights_moved or (trains and "policy" in roles)
             if self._shared:
                 self._sleep()
@@ -146,8 +152,10 @@ class DeviceSharing:
             if self._shared:
                 if "policy" in self._models:
                     self._put_on("policy", optimizer=False)
+                # Without keys and values, whose room the policy takes.
                 self._wake(_AWAKE[:1])
             yield
+            # Not where the sync failed: nobody knows then which weights engines have.
             self._weights_moved = self._discarded = False
             self._was_synced = True
 
@@ -173,6 +181,7 @@ class DeviceSharing:
                 self._put_off("policy")
             else:
                 yield not self._weights_moved and not self._on_device
+            # It came up wholly awake. It has to be as the others are, whose state the next move takes for that of all.
             if self._moves and self._awake != _AWAKE:
                 engine.call(UpdatableEngine.sleep, "restart")
                 for tag in self._awake:
@@ -192,6 +201,7 @@ class DeviceSharing:
                 self._put_off(role)
             self._wake(_AWAKE)  # vLLM puts to sleep what is wholly awake
         started = time.monotonic()
+        # A copy in the host would cost a transfer each way, of weights that the coming sync replaces.
         sleep = UpdatableEngine.sleep_without_weights if self._discarded else UpdatableEngine.sleep
         self._engines().call(sleep, "score")
         self._awake = ()
@@ -210,9 +220,11 @@ class DeviceSharing:
                 self._record(f"engines wake: {tag}", started)
 
     def _put_on(self, *roles: str, optimizer: bool) -> None:
+        # Others leave first: the device has room for what is asked for, not for them as well.
         for other in set(self._on_device) - set(roles):
             self._put_off(other)
         for role in roles:
+            # One that is there with its optimizer does for both; the optimizer leaves with the model.
             if role not in self._on_device or (optimizer and not self._on_device[role]):
                 started = time.monotonic()
                 if self._moves:
@@ -224,6 +236,7 @@ class DeviceSharing:
         started = time.monotonic()
         leave = self._models[role].offload if self._moves else self._models[role].release
         leave()
+        # Only now: a model that could not leave still counts as there.
         del self._on_device[role]
         self._models_left.notify_all()
         self._record(f"{role} off", started)

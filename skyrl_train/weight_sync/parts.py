@@ -36,6 +36,7 @@ from skyrl_train.weights import (
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEX_BYTES = 4
+# Indices travel as int32; a box that they cannot reach the end of is sent whole.
 _MAX_INDEX = 2**31 - 1
 
 
@@ -47,7 +48,7 @@ class Entry:
     box: Tensor
     piece: Piece
     dtype: torch.dtype
-    """That it travels in."""
+    """Type that the values travel in, to which those of `box` are rounded on their way."""
     changed: Tensor | None = None
     """Flat indices into the box; None: all of it."""
 
@@ -64,9 +65,12 @@ class SentWeights:
         last = self._sent.get(name)
         is_like = last is not None and last.shape == box.shape and last.dtype == box.dtype
         if changes and last is not None and is_like:
+            # On the box's device, where comparing is quick; the copy lies in the host.
             changed = _differs(box, last.to(box.device), tolerance).flatten().nonzero().flatten()
+            # A change costs its index and its value: of bfloat16 the whole box is fewer bytes where a third has changed.
             is_less = len(changed) * (_INDEX_BYTES + box.element_size()) < box.numel() * box.element_size()
             if is_less and box.numel() <= _MAX_INDEX:
+                # Only what is sent: a value that stays behind is compared with what the engine has of it next time, too.
                 last.view(-1)[changed.to(last.device)] = box.flatten()[changed].to(last.device)
                 piece = piece._replace(num_changed=len(changed))
                 return Entry(name=name, box=box, piece=piece, dtype=box.dtype, changed=changed)
@@ -79,9 +83,12 @@ class SentWeights:
 def _differs(box: Tensor, last: Tensor, tolerance: float) -> Tensor:
     """Return where values differ: in any bit, or by more than `tolerance`, which what is no number always does."""
     if tolerance == 0.0:
+        # Not as numbers: -0.0 equals 0.0, so that a sign would be lost, and a NaN differs from itself.
         bits = _BITS[box.element_size()]
         return box.view(bits) != last.view(bits)
+    # In a type of 16 bits the difference itself would be rounded, across the tolerance even.
     exact = torch.float64 if box.dtype == torch.float64 else torch.float32
+    # The negation of <=, since every comparison with a NaN is false.
     return ~((box.to(exact) - last.to(exact)).abs_() <= tolerance)
 
 
@@ -112,6 +119,8 @@ def pack_part(
             packing.put(start, entry.box, entry.dtype)
         else:
             packing.put(start, entry.changed, torch.int32)
+            # index_bytes leaves a gap behind an odd number: torch views
+            # bytes as a type from multiples of its size on alone.
             packing.put(start + index_bytes(len(entry.changed)), entry.box.reshape(-1)[entry.changed], entry.dtype)
     return replace(part, checksum=packing.checksum()), packing.flat
 
@@ -135,6 +144,7 @@ class Arrivals:
 
         Raises EngineError where bytes are damaged or missing, and for changes of what was not kept.
         """
+        # What was kept is not what the engine has from here on: changes must not go into it.
         if bucket.update == "":
             self._kept = {}
         if bucket.tensors:
@@ -153,13 +163,18 @@ class Arrivals:
         for name, dtype, shape, piece in zip(part.names, part.dtypes, part.shapes, pieces):
             whole = self._whole(name, piece, getattr(torch, dtype), bucket, flat.device)
             places.append((whole, whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]))
+        # Whole boxes are copied and summed in one pass, so that a damaged one is written before it is found out. It
+        # goes no further: no parameter of the part is yielded, and an engine whose update failed never computes again.
         boxes = [(start, box) for (start, _), (_, box), piece in zip(slices, places, pieces) if piece.num_changed < 0]
         require_checksum(part, copy_out(flat, boxes))
         for name, piece, (start, num_bytes), (whole, box) in zip(part.names, pieces, slices, places):
+            # Changes wait for the checksum: damaged indices would overwrite other values of the copy.
             if piece.num_changed > 0:
                 _put_changes(box, flat[start : start + num_bytes], piece.num_changed)
+            # The whole box, even where a few values of it came: the others are in the copy that is kept.
             self._num_missing[name] = self._num_missing.get(name, whole.numel()) - box.numel()
             if not self._num_missing[name]:
+                # The memory is taken again once the caller has let go of it, which this reference would prevent.
                 self._open.pop(name, None)
                 yield name, whole
 
@@ -168,6 +183,7 @@ class Arrivals:
         shape = tuple(piece.whole)
         if bucket.update == "":
             if not self._open:
+                # All parameters of the bucket in one block, so that later buckets can take it again.
                 planned = replace(bucket, pieces=(), parts=())
                 slices, num_bytes = slices_of(planned)
                 self._open = dict(zip(bucket.names, views_of(planned, slices, self._memory.take(num_bytes, device))))
@@ -184,7 +200,9 @@ class Arrivals:
 
 def _put_changes(box: Tensor, data: Tensor, count: int) -> None:
     """Write so many values of a box, which lie behind their indices."""
+    # torch writes by indices of int64 alone.
     indices = data[: _INDEX_BYTES * count].view(torch.int32).long()
+    # A view, but a copy of a box that is some columns of its parameter: that has to be written back.
     values = box.flatten()
     values[indices.to(values.device)] = data[index_bytes(count) :].view(box.dtype).to(values.device)
     box.copy_(values.view(box.shape))

@@ -91,17 +91,24 @@ class WeightSyncProbe:
         scores = _scores(weights.scores, request.prompt_token_ids)
         answers, worst = self._ask(request, version, scores)
         if version < 0:
+            # Where engines quantize, how far they are off as loaded says nothing of the weights that they are sent.
             self._loaded = answers if math.isfinite(self._tolerance) else {}
             return Probed(probe_difference=worst)
         is_first = not self._shown
         largest, unseen = 0.0, False
         for name, answer in answers.items():
+            # The tokens of the older answer, scored with the weights
+            # of then and of now: the trainer alone moves that number.
             before = self._shown.setdefault(name, answer)
             moved = _size(scores(before.token_ids) - before.scores)
             if is_first:
+                # The first sync brings what was loaded: an engine has to be as near to the trainer as it was before.
                 self._require_moved(name, answer, 0.0, max(_LEAST_NOISE, self._loaded.get(name, answer).distance))
                 self._noise = max(self._noise, answer.distance)
             self._require_moved(name, answer, moved, self._noise)
+            # An engine that took nothing is about `moved` from the trainer, less its own
+            # rounding. It is refused for certain where moved - noise > _TIMES_NOISE * noise
+            # + _SHARE * moved; in other cases the answer shows nothing and `moved` goes on.
             if moved * (1 - _SHARE) > (_TIMES_NOISE + 1) * self._noise:
                 self._shown[name] = answer
             else:
@@ -126,11 +133,13 @@ class WeightSyncProbe:
         self._sharing.engines()
         engines = self._engines()
         answers, worst = {}, 0.0
+        # All answers are there before any is scored: scoring may put engines to sleep for the model's turn.
         for name, answer in zip(engines.names, engines.ask(UpdatableEngine.generate, "sync", request)):
             output = check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=(version, version))
             own = scores(output.token_ids)
             residual = torch.tensor(output.logprobs).double() - own
             difference = float(residual.abs().max())
+            # `not <=`, so that a NaN is refused. Before the first sync an engine may have any weights.
             if version >= 0 and not difference <= limit:
                 raise EngineError(
                     f"{name}: after the sync to version {version} its log-probabilities differ from the trainer's by up "
@@ -143,6 +152,7 @@ class WeightSyncProbe:
         return answers, worst
 
     def _require_moved(self, name: str, answer: _Answer, moved: float, noise: float) -> None:
+        # `not <=`, so that a NaN is refused.
         if not answer.distance <= _TIMES_NOISE * noise + _SHARE * moved:
             raise EngineError(
                 f"{name}: after a weight sync its log-probabilities are {answer.distance:.2g} nats a token from the "
@@ -153,6 +163,7 @@ class WeightSyncProbe:
             )
 
     def _request(self, version: int) -> GenerationRequest:
+        # The same prompt and seed each time, so that a prefix cache that was not emptied is hit.
         seed = derive_seed(self._seed, "weight_sync_probe")
         numbers = random.Random(seed)
         room = self._generator.max_context_length - _NEW_TOKENS
@@ -168,6 +179,7 @@ class WeightSyncProbe:
 
 def _scores(scores_of: Scores, prompt: tuple[int, ...]) -> Callable[[tuple[int, ...]], Tensor]:
     """Return what gives the trainer's log-probabilities of an answer, and scores equal ones once."""
+    # A probe scores an answer for its distance, and the older one of each engine, which are often the same.
     return cache(lambda answer: scores_of(probe_row(prompt, answer))[-len(answer) :].double().cpu())
 
 
@@ -183,6 +195,7 @@ def probe_row(prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainingInput
     return TrainingInputBatch(
         token_columns={
             "input_ids": torch.tensor([*prompt, *answer], dtype=torch.int32),
+            # Only what has loss is scored. Rewards, and what rows are of, are there since the schema asks for them.
             "loss_mask": torch.arange(num_tokens) >= len(prompt),
             "rewards": torch.zeros(num_tokens),
         },

@@ -37,6 +37,8 @@ class Receiver:
 def wire_dtype(receivers: Iterable[Receiver]) -> str:
     """The type that matrices travel in: `bfloat16` or `float16` where all receivers keep theirs in it, which would
     round them on arrival just the same; else empty, for that of each parameter."""
+    # One receiver of another type, or of mixed ones, is enough: it
+    # would get rounded weights in place of what it keeps in full.
     found = {receiver.dtype for receiver in receivers}
     return found.pop() if found in ({"bfloat16"}, {"float16"}) else ""
 
@@ -131,10 +133,12 @@ class WholeWeights(UpdatableEngine):
 
     def update(self, bucket: Bucket) -> None:
         """Keep the parameters. Raises EngineError for damaged bytes."""
+        # Held back until the end, since `load_weights` takes all weights or none.
         self._arrived |= dict(self._arrivals.take(bucket, carried_bytes))
 
     def finish_update(self, version: int, num_tensors: int) -> int:
         """Hand over what has come. Raises EngineError where that is not all, or not what the engine's model has."""
+        # Let go first: a second copy of the weights would stay where loading them fails.
         arrived, self._arrived = self._arrived, {}
         if len(arrived) != num_tensors:
             raise EngineError(f"{len(arrived)} of {num_tensors} parameters arrived")

@@ -36,7 +36,10 @@ def rounded(name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
     if rounding == "none" or not is_rounded(name, tensor):
         return tensor
     exact = tensor.float()
+    # One for each row of outputs: its largest number becomes the
+    # type's largest, so that none is beyond, which E4M3 has NaN for.
     scale = exact.abs().amax(dim=-1, keepdim=True) / _LARGEST[rounding]
+    # A row of zeros has a scale of 0, and would become NaN.
     in_units = exact / torch.where(scale > 0, scale, torch.ones_like(scale))
     nearest = in_units.round() if rounding == "int8" else in_units.to(torch.float8_e4m3fn).float()
     return (nearest * scale).to(tensor.dtype)

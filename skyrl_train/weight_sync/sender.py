@@ -78,6 +78,7 @@ class RankSender(WeightSender):
     def carry(self, planned: Bucket) -> Bucket:
         """Return the bytes of the parameters of `planned`, in its types, on rank 0, until the next bucket is asked for;
         `planned` itself on other ranks."""
+        # One rank is enough, as every rank has the gathered parameters whole.
         hands_over = self._takes_part(planned, self._strategy.rank == 0)
         return pack_bucket(self._whole(planned), self._memory) if hands_over else planned
 
@@ -110,6 +111,7 @@ class RankSender(WeightSender):
 
     def meet(self, rendezvous: Rendezvous) -> None:
         """Join the other ranks and the engines' workers by the plan, in place of any whom this rank had met."""
+        # Left before others are met: a group whose members died is of no use, and leaving it waits for nobody.
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -134,6 +136,8 @@ class RankSender(WeightSender):
     def export(self, planned: Bucket, devices: Collection[str]) -> Bucket:
         """Export the memory of these parameters until the `export` after the next or `close_export`, on a rank whose device
         is among `devices`; the others return `planned`, since nobody would ever open their copy."""
+        # The last one may be read yet: the driver asks for a bucket
+        # while engines copy the one before. Older ones have been copied.
         for export in self._exports[:-1]:
             export.close()
         self._exports = self._exports[-1:]
@@ -151,6 +155,7 @@ class RankSender(WeightSender):
 
     def _takes_part(self, planned: Bucket, hands_over: bool) -> bool:
         """`hands_over`; a rank that does not takes part in the gathering and is done."""
+        # Gathering is a collective: a rank that left it out would have the others wait.
         if not hands_over:
             for _ in self._whole(planned):
                 pass
@@ -173,23 +178,31 @@ class RankSender(WeightSender):
         for index, name in enumerate(planned.names):
             weight = weights.get(name)
             plain = adapter[name] if weight is None else weight.plain
+            # A parameter that every rank has whole is handed over by one of them:
+            # another one for each index, so that all send about as many bytes.
             found = None if plain is None else own_box(plain, share=index + rank, num_shares=num_ranks)
             if found is None:
                 gathered[name] = types[name]
             else:
                 boxes[name] = found
         whole = merged_weights(self._model, self._strategy.gather, gathered)
+        # All ranks take all that is gathered from the generator,
+        # since each step of it is a collective, and keep their share.
         boxes |= {
             name: (tensor, (0,) * tensor.ndim)
             for index, (name, tensor) in enumerate(whole)
             if index % num_ranks == rank
         }
         for name, shape in zip(planned.names, planned.shapes):
+            # Others have what is empty here. But for a parameter without
+            # values, which the receiver counts as one that arrives.
             if name not in boxes or not (boxes[name][0].numel() or 0 in shape):
                 continue
             box, offset = boxes[name]
             piece = Piece(offset, shape)
             if planned.update:
+                # Rounded ahead of the comparison: what the engine has is
+                # rounded, and a change that rounding hides need not travel.
                 box, changes = box.to(types[name]), planned.update == "changes"
                 yield self._sent.entry(name, box, piece, changes=changes, tolerance=planned.tolerance)
             else:

@@ -46,7 +46,7 @@ class WeightGroup:
         self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._backend: Any = backend_in(store or open_store(rendezvous), rendezvous, device, name=name)
         self.received_bytes = 0
-        """What came from others."""
+        """Bytes that others have sent to this process through the group."""
 
     def send(self, flat: Tensor) -> None:
         """Broadcast the bytes of a bucket from this rank to all others; waits for them."""
@@ -60,6 +60,7 @@ class WeightGroup:
 
     def broadcast(self, flat: Tensor, rank: int) -> None:
         """Fill the memory with what `rank` has in its own."""
+        # All know the size by the plan, so that all leave it out, and nobody waits.
         if not len(flat):
             return
         self.received_bytes += len(flat) * (rank != self._rank)
@@ -78,6 +79,7 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leaves without waiting for anybody: others may be dead."""
+        # Without it NCCL's end would wait for collectives that a dead member never joins.
         abort = getattr(self._backend, "abort", None)
         if self._device.type == "cuda" and abort is not None:
             abort()
@@ -125,8 +127,11 @@ class StreamEnd:
                 f"rank {rank} has other shards of bucket {index} than when it met the engines: its parameters were replaced "
                 "without a restart, which is a fault of skyrl_train"
             )
+        # So that no more than two buckets of a rank are in memory: the one that leaves, and the one that was just packed.
         self.settle()
         if part.names:
+            # To rank 0 of the group, the worker at which this rank's
+            # bytes enter. The tags are those of `receive`: two a bucket.
             group, header = self.groups["enter"][1], self._header(index, version, part)
             sent = enumerate((header, flat), 2 * index)
             self._leaving = [group.begin_send(each, 0, tag) for tag, each in sent if len(each)]
@@ -143,6 +148,7 @@ class StreamEnd:
         Raises EngineError where another sync's arrive, or what describes them is damaged.
         """
         for index, planned in enumerate(self.plan.buckets):
+            # Headers first: how many values changed, and so how many bytes follow, is known to their sender alone.
             lengths = [8 * (_HEADER + len(each[index]) + 1) if each[index] else 0 for each in self.plan.boxes]
             headers = self._pass(lengths, self._headers, 2 * index)
             parts = {
@@ -161,6 +167,8 @@ class StreamEnd:
         for rank in topology.order:
             position += sizes[rank]
             ends[rank] = position
+        # One block in the order of `streams`: what a leader took in, and what a lane brought to a
+        # node, lie together in it, so that each is one broadcast and nothing is copied in between.
         flat = memory.take(position, self._device)
         views = {rank: flat[end - sizes[rank] : end] for rank, end in ends.items()}
 
@@ -170,6 +178,7 @@ class StreamEnd:
 
         if "enter" in self.groups:
             group, way = self.groups["enter"]
+            # All are begun before any is waited for: ranks send when they have packed, in no order.
             waits = [
                 way.begin_receive(views[rank], at, tag) for at, rank in enumerate(group.members[1:], 1) if sizes[rank]
             ]
@@ -177,11 +186,13 @@ class StreamEnd:
                 wait()
         if "across" in self.groups and self._participant in chain.from_iterable(topology.lanes):
             group, way = self.groups["across"]
+            # Each leader in turn, and all members know the turns: what one brought into its node is new to the others.
             for at, leader in enumerate(group.members):
                 way.broadcast(block([leader]), at)
         if "within" in self.groups:
             group, way = self.groups["within"]
             for lane in topology.lanes:
+                # A lane has one leader on each node.
                 (leader,) = set(lane) & set(group.members)
                 way.broadcast(block(lane), group.members.index(leader))
         return views
@@ -189,6 +200,7 @@ class StreamEnd:
     def _header(self, index: int, version: int, part: Bucket) -> Tensor:
         numbers = [version, index, part.checksum or 0, *(piece.num_changed for piece in part.pieces)]
         body = torch.tensor(numbers, dtype=torch.int64)
+        # A sum of its own: the header's counts decide how much is received, before any sum of the bytes could be compared.
         guard = torch.tensor([checksum_of(body.view(torch.uint8))])
         return torch.cat([body, guard]).view(torch.uint8).to(self._device)
 

@@ -48,7 +48,7 @@ class Topology:
     """Where everybody is, and what follows: every participant derives the same groups from it by itself."""
 
     sender_nodes: tuple[str, ...]
-    """Node of each rank."""
+    """Address of each rank's node, by rank."""
     receiver_nodes: tuple[str, ...]
     """Node of each worker of an engine."""
     sending: tuple[int, ...]
@@ -71,6 +71,7 @@ class Topology:
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """The leaders of each lane, one of each node."""
+        # zip ends with the node of the fewest workers, so that each lane has a leader on every node.
         return tuple(zip(*self.nodes))
 
     @cached_property
@@ -81,6 +82,8 @@ class Topology:
         all_leaders = tuple(leader for node in by_node.values() for leader in node)
         dealt: dict[tuple[int, ...], int] = defaultdict(int)
         for rank in self.sending:
+            # At its own node where that has workers, which is no network
+            # at all; dealt in turn, so that leaders get as many.
             leaders = by_node.get(self.sender_nodes[rank], all_leaders)
             found[leaders[dealt[leaders] % len(leaders)]].append(rank)
             dealt[leaders] += 1
@@ -94,6 +97,7 @@ class Topology:
     @cached_property
     def groups(self) -> dict[Stage, tuple[Group, ...]]:
         """All groups by stage: whom a leader receives from, its lane, its node. One participant alone is no group."""
+        # The leader comes first: it is rank 0 of the group, to which all others send.
         enter = [Group(f"enter/{leader}", (leader, *ranks)) for leader, ranks in self.streams.items() if ranks]
         across = [Group(f"across/{index}", lane) for index, lane in enumerate(self.lanes) if len(lane) > 1]
         within = [Group(f"within/{index}", node) for index, node in enumerate(self.nodes) if len(node) > 1]

@@ -126,6 +126,8 @@ class WeightSync:
         self._met: object = None
         """Who took part in the last sync, where what changed since can be sent."""
         self._num_since_full = 0
+        # Engines may drop their weights only where a sync brings all of them: what
+        # changed goes into what they kept, and an adapter is applied beside it.
         if full_sync_every == 1 and not adapter_only:
             sharing.resends(self._resend)
 
@@ -142,11 +144,13 @@ class WeightSync:
         self._records.begin(weights)
         started = time.monotonic()
         with self._quiet(), self._sharing.syncing():
+            # Asked only now: while requests were waited for, engines may have been given up, or come back.
             engines = self._engines()
             ends = (weights.senders.members, engines.members)
             update = self._next_update(ends)
             num_bytes = self._update(weights, engines, self._transport, version, update)
             self._last, self._met = weights, ends
+        # Outside: the probe is answered by engines that are wholly awake, beside which the policy has no room.
         self._records.add(weights, version, started=started, num_bytes=num_bytes, num_engines=len(engines.members))
 
     def _resend(self) -> None:
@@ -178,6 +182,7 @@ class WeightSync:
         every = self._full_sync_every
         if every == 1:
             return ""
+        # Both ends have to have the same copy, which changes are counted from.
         is_full = self._met != ends or self._num_since_full + 1 >= every
         self._num_since_full = 0 if is_full else self._num_since_full + 1
         self._met = None  # until this one is over
@@ -192,6 +197,7 @@ class WeightSync:
         if self._planned is None or self._planned[0] != ends:
             workers = engines.call(UpdatableEngine.receivers, "sync")
             receivers = tuple(receiver for each in workers for receiver in each)
+            # Kept for later syncs: shapes and types do not change, and all ends are asked for them.
             buckets = weights.buckets(adapter_only=self._adapter_only, dtype=wire_dtype(receivers))
             self._planned = ends, receivers, buckets
         return self._planned[1:]
@@ -222,6 +228,7 @@ class WeightSync:
         self._version = version
         versions = engines.call(UpdatableEngine.finish_update, "sync", version, num_tensors)
         for name, found in zip(engines.names, versions):
+            # Its answers would be taken for those of a policy that did not sample them.
             if found != version:
                 raise EngineError(f"{name} serves weights of version {found} after a sync to version {version}")
         return sum(bucket.num_bytes for bucket in buckets) if num_bytes is None else num_bytes

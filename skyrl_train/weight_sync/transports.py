@@ -77,6 +77,7 @@ def shared_memory(route: Route, buckets: Sequence[Bucket]) -> int | None:
     for planned, pending in zip(buckets, route.weights.handed_over(buckets, in_parts=True)):
         sent = pending.wait()
         num_bytes += sum(part.num_bytes for part in sent)
+        # By reference: the bytes are in Ray's object store, where an argument by value would be put once more.
         parts = [pending.passed_on(rank) for rank, part in enumerate(sent) if part.names]
         route.engines.call(UpdatableEngine.update_parts, "sync", planned, *parts)
     return num_bytes
@@ -109,11 +110,13 @@ def broadcast(route: Route, buckets: Sequence[Bucket]) -> int | None:
     if route.weights.scores is None:
         return shared_memory(route, buckets)
     update, tolerance = (buckets[0].update, buckets[0].tolerance) if buckets else ("", 0.0)
+    # What differs from sync to sync is told with each; the plan is the same for all, and so is not made again.
     planned = tuple(replace(bucket, update="", tolerance=0.0) for bucket in buckets)
     ends = (route.senders.members, route.engines.members, planned)
     met = route.kept.pop("met", None)  # until this sync is over: who was told of one that failed may wait for the rest
     if met != ends:
         _meet(route, planned)
+    # Both ends are begun, then waited for together: each waits for the other, and the first error of either ends the wait.
     receiving = route.engines.begin(UpdatableEngine.receive, "sync", route.version, update)
     sent = route.senders.begin(WeightSender.stream, "sync", route.version, update, tolerance).wait(receiving)
     route.kept["met"] = ends
@@ -123,6 +126,7 @@ def broadcast(route: Route, buckets: Sequence[Bucket]) -> int | None:
 def _meet(route: Route, planned: tuple[Bucket, ...]) -> None:
     """Have all ranks and all workers of the engines plan what is to come, and join each other."""
     senders, engines = route.senders, route.engines
+    # Workers of an engine are on its node, and all engines have as many.
     workers_per_engine = len(route.receivers) // len(engines.nodes)
     plan = StreamPlan(
         sender_nodes=senders.nodes,
@@ -130,6 +134,7 @@ def _meet(route: Route, planned: tuple[Bucket, ...]) -> None:
         buckets=planned,
         boxes=tuple(senders.call(WeightSender.boxes, "sync", planned)),
     )
+    # The plan ahead of the meeting: by it each end knows which groups it makes, in which order.
     telling = engines.begin(UpdatableEngine.take_plan, "sync", plan)
     senders.begin(WeightSender.take_plan, "sync", plan).wait(telling)
     place = meeting_point(
@@ -139,6 +144,7 @@ def _meet(route: Route, planned: tuple[Bucket, ...]) -> None:
         timeout_s=route.settings.timeout_s,
     )
     num_senders, num_participants = len(senders.nodes), len(senders.nodes) + len(route.receivers)
+    # An engine is told the number of its first worker; the others count on from it.
     firsts = range(num_senders, num_participants, workers_per_engine)
     joining = engines.begin_each(
         UpdatableEngine.meet, "sync", [place.rendezvous(first, num_participants) for first in firsts]
@@ -161,6 +167,8 @@ def cuda_ipc(route: Route, buckets: Sequence[Bucket]) -> int | None:
         handles = {device: handle for answer in exported for device, handle in answer.handles.items()}
         if following is not None:  # which ranks gather while engines copy this one
             exporting.append(route.senders.begin(WeightSender.export, "sync", following, importers))
+        # One description does for all devices: ranks packed the same
+        # bytes, gaps included, so that the checksum is the same.
         route.engines.call(UpdatableEngine.update, "sync", replace(exported[0], handles=handles))
     route.senders.call(WeightSender.close_export, "sync")
     return None
@@ -181,6 +189,7 @@ def _choose(route: Route) -> Transport:
         return files
     if settings.device == "cpu" or any(receiver.device in ("", "cpu") for receiver in route.receivers):
         return shared_memory
+    # Within one process the tensors themselves are handed over; there is nobody to meet.
     if not settings.shared_devices:
         return broadcast if not route.senders.is_local else shared_memory
     if not route.senders.is_local:
