@@ -80,6 +80,8 @@ class ReplayGenerator:
         journal = path / FILE if path.is_dir() else path
         if journal.name == FILE and journal.is_file():
             for index, groups in enumerate(batch_places(journal)):
+                # Read for its prompts and to be checked, and let go: memory
+                # holds one step, which is read again when its turn comes.
                 batch = self._of_journal(journal, groups)
                 step = _RecordedStep(journal, index + 1, batch.prompts, batch.n_samples_per_prompt, groups)
                 self._steps.append(step)
@@ -200,6 +202,7 @@ class ReplayGenerator:
     def _load(self, path: Path) -> dict[int, RolloutBatch]:
         """Return one file's batches; the last file read is kept, so that memory holds one at a time."""
         if self._loaded is None or self._loaded[0] != path:
+            # Let go ahead of reading, or two files would be in memory at once.
             self._loaded = None
             self._loaded = path, {step: self._checked(batch) for step, batch in read_rollouts(path).items()}
         return self._loaded[1]
@@ -216,6 +219,8 @@ class ReplayGenerator:
 
     def _checked(self, batch: RolloutBatch) -> RolloutBatch:
         checked = [checked_trajectory(trajectory, **self._limits) for trajectory in batch.trajectories]
+        # Those that are refused here: what failed when it was recorded
+        # failed in that run's step, too, and was let pass there.
         refused = [after for before, after in zip(batch.trajectories, checked) if after.failed and not before.failed]
         check_failures(refused, len(checked), limit=self._max_failed_fraction)
         spans = (span for each in checked for turn in each.turns for span in turn.images)

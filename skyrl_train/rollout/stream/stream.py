@@ -200,6 +200,7 @@ class RolloutStream:
 
     async def _take(self) -> Taken:
         while True:
+            # Ahead of everything else: a batch without the group that failed would be another one than the rules say.
             if self._error is not None:
                 raise self._error
             version = self._rules.version
@@ -224,11 +225,14 @@ class RolloutStream:
             if self._on_progress is not None:
                 size = self._trainer.train_batch_size
                 self._on_progress(min(self._rules.num_ready, size), size)
+            # On the thread of all groups, and nothing was awaited since the look
+            # at what is ready: no group can have finished in between, unseen.
             self._changed.clear()
             await self._changed.wait()
 
     async def _end(self) -> None:
         tasks = list(self._tasks.values())
+        # Ahead of the cancellations: a group that finishes all the same finds out by it that it no longer counts.
         self._tasks.clear()
         for task in tasks:
             task.cancel()
@@ -242,6 +246,7 @@ class RolloutStream:
     def _start_groups(self) -> None:
         """Begin what may begin; count the seconds in which nothing could."""
         while (ordinal := self._rules.start()) is not None:
+            # Ahead of the group's own lines. What a resumed run knows of its age is the version that stands here.
             self._journal.begin(ordinal, self._rules.version)
             self._start(ordinal)
         now = time.monotonic()
@@ -262,6 +267,8 @@ class RolloutStream:
     def _choose(self, curriculum: Curriculum, position: int) -> Sequence[Prompt]:
         """Return the prompts that the curriculum chose for a position: once and for all, as the journal has them."""
         if position not in self._chosen:
+            # Prompts of the positions that are not consumed yet: their
+            # samples are on their way, and the estimates do not have them.
             busy = {prompt.uid for chosen in self._chosen.values() for prompt in chosen}
             prompts = curriculum.batch(self._rates, position, self._rules.version + 1, busy=busy)
             self._journal.choose(position, tuple(prompt.uid for prompt in prompts))
@@ -308,6 +315,7 @@ class RolloutStream:
         if not self._samples_greedily:
             return samples
         *others, greedy = samples
+        # Shaped by itself, as the samples will be: the difference of a shaped and a plain reward says nothing.
         baseline = shape_rewards(rollouts_of([(prompt, (greedy,))], 1), self._filters)
         group = rollouts_of([(prompt, tuple(others))], self._n_samples)
         return with_greedy_rewards(group, baseline).trajectories
@@ -319,6 +327,7 @@ class RolloutStream:
         self._results[ordinal] = group
         self._clocks[ordinal].ended_s = time.monotonic()
         mode, reason = self._filters.dynamic_sampling, self._idle_reason(group)
+        # Discarded at once, so that another begins in its place; with `replace` the batch needs it for a copy of another.
         if mode == "filter" and reason:
             self._rules.discard(ordinal, reason)
         else:
@@ -377,14 +386,18 @@ class RolloutStream:
             **self._journal.take_counts(),
         }
         settled = self._rules.settled
+        # What was chosen for positions that are consumed is asked for no more.
         first = settled.watermark // self._trainer.train_batch_size
         self._chosen = {position: chosen for position, chosen in self._chosen.items() if position >= first}
+        # Not between batches that a run before has closed: the groups that
+        # it had begun come first, or they would begin anew at this version.
         if self._is_restored:
             self._start_groups()
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0
         # What was discarded counts, too: else a run could go on with filters that drop all that fails.
         trajectories = everything.trajectories
         check_failures(trajectories, len(trajectories), limit=self._max_failed_fraction)
+        # By the batch's ordinals, not by `trained`: with `replace` a group may be there several times.
         rollouts = rollouts_of(distinct([trained[ordinal] for ordinal in closed.ordinals]), self._n_samples)
         return Taken(rollouts=rollouts, everything=everything, settled=settled, metrics=metrics)
 
