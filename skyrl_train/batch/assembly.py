@@ -93,6 +93,7 @@ def assemble(
     row_columns = _row_columns(made)
 
     def boundaries(mini_batch_size: int, num_shares: int) -> tuple[tuple[int, int], ...]:
+        # Also where documents close steps, for what it checks: that all prompts and all of their samples are there.
         by_prompts = compute_prompt_mini_batch_boundaries(
             uids,
             mini_batch_size,
@@ -172,6 +173,8 @@ def _rows(rollouts: RolloutBatch, spec: PartSpec, *, with_experts: bool) -> Iter
     for trajectory_index, trajectory in enumerate(rollouts.trajectories):
         prompt_index, _ = divmod(trajectory_index, rollouts.n_samples_per_prompt)
         uid = rollouts.prompts[prompt_index].uid
+        # Advantages compare what stands at the places of one prompt:
+        # another's sample would be a wrong baseline, without an error.
         if trajectory.prompt_uid != uid:
             raise BatchError(
                 f"trajectory {trajectory_index} belongs to {trajectory.prompt_uid!r}, but {uid!r} was expected there"
@@ -224,7 +227,9 @@ def _contexts_of_experts(trajectory: Trajectory, prompt_lengths: Sequence[int]) 
             )
         whole = np.full((prompt_length + turn.num_response_tokens, recorded[0].size), -1, np.int16)
         before = whole[:0] if turn.parent is None else found[turn.parent]
+        # But for the last token of the turn before, which is computed with this one and stands in its record.
         whole[: max(0, len(before) - 1)] = before[:-1]
+        # A record ends ahead of the last token: that was sampled, and nothing computed it in this turn.
         whole[len(whole) - 1 - len(recorded) : -1] = recorded.reshape(len(recorded), -1)
         if len(before) and before[-1, 0] < 0:
             before[-1] = whole[len(before) - 1]
@@ -363,6 +368,7 @@ def compute_prompt_end_indices(uids: Sequence[str]) -> list[int]:
     """
     if not uids:
         raise BatchError("no uids: a batch has at least one row")
+    # Rows of a prompt in two places would be taken for two prompts, each with a baseline of its own.
     first_seen = {uids[0]: 0}
     ends = []
     previous = uids[0]

@@ -58,10 +58,12 @@ class BatchMetadata:
 def padded_metadata(metadata: BatchMetadata, count: int, uid: str | None) -> BatchMetadata:
     """Return what is known of a batch with `count` dummy rows more, as `TrainingInputBatch.pad_rows` adds them."""
     images = (*metadata.images, *[()] * count) if metadata.images else ()
+    # Another uid is a further prompt, which lies in no mini-batch: what was derived of the old ones is not true any more.
     if uid is not None and (not metadata.uids or uid != metadata.uids[-1]):
         return metadata.of_rows((*metadata.uids, *[uid] * count), images)
 
     def grow(boundaries: tuple[tuple[int, int], ...] | None) -> tuple[tuple[int, int], ...] | None:
+        # Only the last range: dummy rows stand behind all others.
         return boundaries and (*boundaries[:-1], (boundaries[-1][0], boundaries[-1][1] + count))
 
     ends = metadata.prompt_end_indices

@@ -17,6 +17,7 @@ Shape = torch.Size | tuple[int, ...]
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask`; whatever stands elsewhere, NaN included, counts as nothing."""
+    # Not a product with the mask: NaN times 0 is NaN.
     kept = torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
     return kept.sum() if dim is None else kept.sum(dim)
 
@@ -52,12 +53,14 @@ def whiten(values: Tensor, mask: Tensor, *, boundaries: Sequence[tuple[int, int]
     for start, stop in [(0, len(values))] if boundaries is None else boundaries:
         if not 0 <= start <= stop <= len(values):
             raise BatchError(f"boundary ({start}, {stop}) lies outside 0..{len(values)}")
+        # float64, since in float32 the mean of many values of one size loses the digits in which they differ.
         part, part_mask = values[start:stop].double(), mask[start:stop]
         kept = part[part_mask]
         if kept.numel() == 0:
             continue
         if not bool(torch.isfinite(kept).all()):
             raise BatchError(f"values between {start} and {stop} are not all finite and cannot be whitened")
+        # Divided by a std that is rounding alone, equal rewards would become advantages of the size of 1.
         spread = kept.max() - kept.min()
         if kept.numel() < 2 or bool(spread <= rounding_tolerance(kept.abs().max(), values.dtype)):
             continue

@@ -56,7 +56,7 @@ class Layer:
     """Columns that were made together, and where each row of a batch has them."""
 
     dtypes: Mapping[str, torch.dtype]
-    """Of each column."""
+    """The columns that the layer has, with their types."""
     pieces: tuple[Piece, ...]
     piece_of_row: NDArray[np.int32]
     """`[num_rows]`; -1 is a dummy row, which has the pad value of each column."""
@@ -74,6 +74,7 @@ class Layer:
         piece_of_row = np.repeat(np.arange(len(pieces), dtype=np.int32), counts)
         row_in_piece = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
         if order is not None:
+            # The inverse of `order`: where the pieces have each row.
             place = np.argsort(order, kind="stable")
             piece_of_row, row_in_piece = piece_of_row[place], row_in_piece[place]
         return Layer(dtypes=dtypes, pieces=tuple(pieces), piece_of_row=piece_of_row, row_in_piece=row_in_piece)
@@ -86,6 +87,7 @@ class Layer:
             renumbered = np.full(len(self.pieces) + 1, -1, np.int32)  # the last one is that of dummy rows, -1
             renumbered[used] = np.arange(len(used), dtype=np.int32)
             piece_of_row = renumbered[piece_of_row]
+        # A reference that nothing is read by would keep arrays alive, and travel with the rows.
         pieces = tuple(self.pieces[number] for number in used.tolist())
         return replace(self, pieces=pieces, piece_of_row=piece_of_row, row_in_piece=self.row_in_piece[rows])
 
@@ -207,8 +209,10 @@ class ReferencedColumns(Mapping[str, Tensor]):
         if not columns:
             return self
         source = ArraysHere({name: column.numpy() for name, column in columns.items()})
+        # As a layer of its own, so that columns that are here and others are read in one way.
         layer = Layer.of([Piece(source, self.row_offsets)], {name: each.dtype for name, each in columns.items()})
         found = self.without(tuple(columns)).with_layer(layer)
+        # The counts are of the mask: they would stay those of the old one.
         if "loss_mask" in columns:
             found = found._with(loss_tokens=count_by_row(columns["loss_mask"].numpy(), self.row_offsets))
         return found
@@ -230,6 +234,7 @@ class ReferencedColumns(Mapping[str, Tensor]):
     def _read(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         wanted = {*names} - self.spread.keys()
         if self.spread.keys() & {*names}:
+            # A number of a row stands on its tokens with loss: which these are only the mask says.
             wanted.add("loss_mask")
         found: dict[str, NDArray[Any]] = {}
         for layer in self.layers:
@@ -245,6 +250,7 @@ class ReferencedColumns(Mapping[str, Tensor]):
         """Add columns of one layer to what is `found`."""
         if not names:
             return
+        # Piece by piece, all columns of it at once: reading one may fetch it from another node.
         for number, piece in enumerate(layer.pieces):
             arrays = piece.source.read()
             rows = np.flatnonzero(layer.piece_of_row == number)

@@ -124,6 +124,7 @@ class TrainingInputBatch:
         derive = object.__setattr__  # these follow from the columns; nobody else may set anything
         columns = self.token_columns
         if isinstance(columns, ReferencedColumns):
+            # Of the offsets, since asking for a column would read it.
             derive(self, "num_tokens", int(columns.row_offsets[-1]))
         else:
             derive(self, "token_columns", dict(columns))
@@ -254,6 +255,7 @@ class TrainingInputBatch:
             row_offsets=offsets_of(torch.cat([batch.lengths for batch in batches])),
             metadata=head.metadata.of_rows(
                 (uid for batch in batches for uid in batch.metadata.uids),
+                # One without images lists none, where another of them lists those of each row.
                 (each for batch in batches for each in batch.metadata.images or ((),) * batch.num_rows),
             ),
         )
@@ -433,6 +435,7 @@ def _check_joinable(batches: Sequence[TrainingInputBatch]) -> None:
                 f"cat: batch {number} is of step {batch.metadata.global_step}, batch 0 of {head.metadata.global_step}"
             )
         for prompt, uid in zip(batch["prompt_index"].tolist(), batch.metadata.uids):
+            # Batches that each count their prompts from 0 would make one prompt of two, whose samples are then compared.
             if prompt >= 0 and uid_of.setdefault(prompt, uid) != uid:
                 raise BatchError(f"cat: prompt_index {prompt} is {uid_of[prompt]!r} and, in batch {number}, {uid!r}")
 
@@ -452,6 +455,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
     """int64: where in a flat column the tokens of `rows` are, row after row."""
     lengths = row_offsets[rows + 1] - row_offsets[rows]
+    # Of each token: where its row begins in the column, less where it
+    # begins in the result. Added to 0, 1, 2, ... that is its place.
     shift = torch.repeat_interleave(row_offsets[rows] - offsets_of(lengths)[:-1], lengths)
     return torch.arange(len(shift), device=shift.device) + shift
 
@@ -460,5 +465,6 @@ def padding_of(lengths: Tensor) -> tuple[int, Tensor]:
     """The longest row, and int64 `[tokens]`: where each token is in rows `[rows, longest]`, flattened."""
     width = int(lengths.max()) if len(lengths) else 0
     filled = width - lengths
+    # Of each token: what the rows before its own are filled up with, by which it moves back.
     shift = torch.repeat_interleave(filled.cumsum(0) - filled, lengths)
     return width, torch.arange(len(shift), device=lengths.device) + shift

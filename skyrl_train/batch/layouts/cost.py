@@ -81,6 +81,7 @@ def rates_of(device_name: str, recorded: Mapping[str, Any] | None = None) -> Dev
         return DeviceRates(**{name: recorded[name] for name in RATE_NAMES})
     if device_name == "cpu":
         return CPU
+    # The last name is empty, and so in every device's.
     return next(rates for name, rates in RATES.items() if name in device_name)
 
 
@@ -116,6 +117,7 @@ class Measured:
                 key = (each["hidden_size"], each["checkpointing"], each["positions"])
                 found[key][bool(each["compiled"])] = each["tokens_per_s"]
         both = {key: rates[True] / rates[False] for key, rates in found.items() if len(rates) == 2}
+        # Nearest as a ratio: from 1024, 2048 is as far as 512.
         nearest = min({key[0] for key in both}, key=lambda size: abs(math.log(size / hidden_size)), default=0)
         return min((gain for key, gain in both.items() if key[0] == nearest), default=0.0)
 
@@ -241,5 +243,6 @@ class CostModel:
         """`[rows]`: what a row of each length adds to a forward, starting kernels and the head left out."""
         exact = lengths.astype(np.float64)
         per_pair = self.per_pair * (self.tree_pair if in_tree else 1.0)
+        # Each token attends to itself and to those before it: about n^2 / 2 pairs of a row of n.
         cost: NDArray[np.float64] = self.per_position * exact + per_pair / 2 * exact * exact
         return cost

@@ -157,6 +157,7 @@ class Layout:
         own = self.input_ids.shape[1]
         width = own * self.group.size
         row, column = positions // width, positions % width
+        # Each rank has `own` columns of every row, one rank's after the other's.
         return torch.where(column // own == self.group.rank, row * own + column % own, -1)
 
     def own_columns(self, values: Tensor) -> Tensor:
@@ -260,11 +261,13 @@ def part_of(layout: Layout, group: PositionGroup) -> Layout:
         _columns(torch.nn.functional.pad(each, (0, full - width)), group)
         for each in (layout.input_ids, layout.position_ids)
     ]
+    # A segment by itself, so that neither tokens of rows nor the filler attend to one another.
     filler = (Segment(width, full, full),) if full > width and layout.segments else ()
     return replace(
         layout,
         input_ids=own[0],
         position_ids=own[1],
+        # Rows are wider by the filler, so that those behind the first begin later.
         position_of_token=layout.position_of_token // width * full + layout.position_of_token % width,
         segments=layout.segments + filler,
         group=group,
@@ -354,6 +357,7 @@ def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:
         representatives=one_of,
         copies=copies,
         by_state=torch.argsort(copies, stable=True),  # in the order of rows, in which gradients are then added up
+        # The head cuts its tiles by them on the host, which would wait for the device to read them back.
         ends=torch.bincount(copies).cumsum(0).cpu(),
         read=torch.unique(states),
         num_loss_tokens=len(marked),
@@ -363,6 +367,7 @@ def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:
 def states_before(tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Those of `tokens` (flat places, int64) that this rank's hidden states predict, and which of these states are before
     them."""
+    # The token before is of the same row: `loss_tokens` refuses a first one.
     before = layout.locate(layout.position_of_token[tokens - 1])
     if layout.group is None:
         return tokens, before

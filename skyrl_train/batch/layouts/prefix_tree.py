@@ -98,10 +98,12 @@ def sharing_keys(rows: TrainingInputBatch) -> NDArray[np.int32]:
     if rows.metadata.images:
         ids = _with_images(ids, rows)
     if "adapter_index" in rows:
+        # Each pair of an adapter and an id becomes a number: under another adapter the same token has another hidden state.
         of_tokens = np.repeat(rows["adapter_index"].cpu().numpy(), rows.lengths.cpu().numpy())
         ids = np.unique(np.stack((of_tokens, ids)), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)
     if "routed_experts" not in rows:
         return ids
+    # Id and experts as one run of bytes for each token, whose equality is that of all of them.
     facts = np.concatenate([ids[:, None].view(np.int16), rows["routed_experts"].cpu().numpy()], axis=1)
     numbers: dict[bytes, int] = {}
     return np.fromiter((numbers.setdefault(fact.tobytes(), len(numbers)) for fact in facts), np.int32, len(facts))
@@ -114,6 +116,7 @@ def _with_images(ids: NDArray[np.int32], rows: TrainingInputBatch) -> NDArray[np
     numbers = distinct(span for spans in rows.metadata.images for span in spans)
     for offset, spans in zip(rows.row_offsets.tolist(), rows.metadata.images):
         for span in spans:
+            # A number for each part of each image: the ids of all image tokens are the same, whatever they show.
             first = above + numbers[span.image]
             found[offset + span.start : offset + span.stop] = np.arange(first, first + span.image.num_tokens)
     return found
@@ -134,6 +137,7 @@ def hosts_of(rows: TrainingInputBatch) -> Rows:
     sizes = np.minimum(lengths[row], lengths[following])
     common = common_prefixes(sharing_keys(rows), starts[row], starts[following], sizes)
     extends = np.zeros(len(turn), dtype=bool)
+    # Extending goes on from turn to turn: the last of a run of such rows begins with every one of them.
     extends[:-1][is_next] = common == lengths[row]
     # In the order of turns, the host is the next row at which a run of extensions ends.
     ends = np.flatnonzero(~extends)
@@ -162,7 +166,7 @@ class _Open:
 
     start: int
     depth: int
-    """Of its first token."""
+    """How many tokens of a row come before its first one."""
     length: int
     has_children: bool = False
 
@@ -179,12 +183,14 @@ def tree_segments(order: PrefixOrder) -> tuple[Segment, ...]:
     for shared, length in zip(order.shared, order.lengths):
         if length == shared:
             continue  # the same row again
+        # Segments that begin where the row has already branched off: no later row has any of them either.
         while path and path[-1].depth >= shared:
             close(path.pop())
         top = path[-1] if path else None
         if top is not None and shared < top.depth + top.length:
             # The row leaves the segment within it: what comes after the branch is a child of its own.
             upper = shared - top.depth
+            # Closed at once: rows are sorted, so that none comes back to what is below the branch.
             lower = _Open(top.start + upper, shared, top.length - upper)
             close(lower)
             top.length = upper

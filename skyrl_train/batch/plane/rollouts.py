@@ -71,6 +71,7 @@ class StoredTurn(Turn):
         weight_versions: tuple[VersionRun, ...],
     ) -> None:
         """`index`: of the turn among those of `source`."""
+        # Turns are frozen, and their own constructor wants the tokens.
         keep = object.__setattr__
         keep(self, "_source", source)
         keep(self, "_index", index)
@@ -95,7 +96,7 @@ class StoredTurn(Turn):
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens of the response."""
+        """Return how many tokens the response has: a fact that is here, for which nothing is read."""
         return self._num_response
 
     def _given(self, reward: float) -> tuple[Any, ...]:
@@ -115,6 +116,7 @@ class StoredTurn(Turn):
 
 def _read_when_asked(name: str) -> property:
     def text(turn: StoredTurn) -> Any:
+        # Half of a character (a lone surrogate) comes back as it was: strict UTF-8 would refuse the whole rollout.
         return turn._column(name).tobytes().decode("utf-8", "surrogatepass")
 
     def experts(turn: StoredTurn) -> Any:
@@ -131,6 +133,7 @@ def _read_when_asked(name: str) -> property:
     return property(experts if name == "routed_experts" else found)
 
 
+# In place of the attributes of `Turn`: what is asked for is read from the source then, and not kept.
 for _name in (*_TOKENS, "response_text", "observations", "tool_calls", "images"):
     setattr(StoredTurn, _name, _read_when_asked(_name))
 
@@ -152,6 +155,7 @@ def arrays_of(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
         "stop": np.array([_STOPS.index(turn.stop_reason) for turn in turns], np.uint8),
         "experts_shape": np.array([turn.routed_experts.shape for turn in turns], np.int32).reshape(-1, 3),
     }
+    # Flat arrays of all turns with offsets, not one array a turn: a source is put and mapped as a whole.
     lists: dict[str, list[NDArray[Any]]] = {
         name: [np.asarray(getattr(turn, name)).reshape(-1) for turn in turns] for name in _TOKENS
     }
@@ -180,6 +184,7 @@ def trajectories_of(source: Arrays, facts: Mapping[str, NDArray[Any]]) -> list[T
     num_response = np.diff(facts["response_token_ids/offsets"]).tolist()
     parents, rewards, stops = (facts[name].tolist() for name in ("parent", "reward", "stop"))
     runs, run_offsets = facts["runs"].tobytes(), (facts["runs"].itemsize * facts["runs/offsets"]).tolist()
+    # One list of what all trajectories said, parsed in one call; the last comma is left out.
     known = json.loads(b"[" + facts["known"].tobytes()[:-1] + b"]")
     uids, uid_offsets = facts["prompt_uid"].tobytes(), facts["prompt_uid/offsets"].tolist()
     samples, outcomes = facts["sample"].tolist(), facts["outcome"].tolist()
@@ -271,6 +276,7 @@ def placed(rollouts: RolloutBatch) -> PlacedRollouts | None:
         if trajectory.stored is None:
             return None
         source, index = trajectory.stored
+        # By identity: sources are handles or arrays, which do not compare by what they hold.
         if id(source) not in numbers:
             numbers[id(source)] = len(sources)
             sources.append(source)
@@ -302,6 +308,7 @@ def _known(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _json(value: Mapping[str, Any], *, end: str = "") -> NDArray[np.uint8]:
+    # What is empty is left out, but a number of 0 says something.
     there = {name: each for name, each in value.items() if each or each == 0.0}
     return np.frombuffer((json.dumps(there, separators=(",", ":")) + end).encode(), np.uint8)
 

@@ -62,6 +62,7 @@ def shard_rows(rows: RowFacts, num_ranks: int, cost: CostModel) -> tuple[list[Ro
     found = balance_groups(own, again, groups.starts, num_ranks)
     # Rows of a rank keep the order of the batch, so that it does not matter in which order groups were assigned.
     shares = [np.sort(groups.rows[places]) for places in found.places]
+    # A rank without rows gets a dummy row, since it has to take part in the collectives of the others.
     for number, rank in enumerate(rank for rank, each in enumerate(shares) if len(each) == 0):
         shares[rank] = np.array([rows.num_rows + number])
     return shares, found.loads
@@ -154,6 +155,7 @@ def _exchange(costs: NDArray[np.float64], assigned: NDArray[np.int64], loads: ND
         if loads[busiest] <= mean * (1 + _TOLERANCE) or num_tried >= _MAX_PARTNERS:
             return
         enough = loads[busiest] * (1 - _TOLERANCE / 100)  # a swap that gains less could go on for ever by rounding
+        # Without the busiest itself.
         by_load = np.argsort(loads, kind="stable")[:-1]
         # A light rank has most to take over, and nearly always a row that fits: the others are asked only then.
         for partners in (by_load[:_LIGHT_RANKS], by_load[_LIGHT_RANKS:]):
@@ -169,6 +171,7 @@ def _exchange(costs: NDArray[np.float64], assigned: NDArray[np.int64], loads: ND
             return
         assigned[busiest, mine], assigned[other, theirs] = assigned[other, theirs], assigned[busiest, mine]
         for rank in (busiest, other):
+            # Summed anew: what exchanges add and subtract would pile up its rounding.
             loads[rank] = costs[assigned[rank]].sum()
 
 
@@ -243,6 +246,7 @@ class _Groups:
     """The groups to be assigned, by what their rows cost."""
 
     def __init__(self, own: Costs, again: Costs, starts: Rows, num_ranks: int) -> None:
+        # Running totals, so that any piece costs one subtraction.
         self.ends = np.concatenate([[0.0], np.cumsum(own)])
         self.again, self.starts, self.num_ranks = again, starts, num_ranks
         self.cost = np.diff(self.ends[starts])
@@ -262,6 +266,7 @@ class _Groups:
         """The pieces with their costs: of several of a group on one rank, the first alone repeats what they share."""
         repeated = self.again[bounds[:-1]]
         if len(bounds) > len(self.starts):
+            # Pieces by rank and group: behind another of its group on the same rank a piece finds what it shares computed.
             group = np.searchsorted(self.starts, bounds[:-1], side="right")
             order = np.lexsort((group, owner))
             follows = (np.diff(group[order]) == 0) & (np.diff(owner[order]) == 0)

@@ -40,7 +40,7 @@ class DocumentStep:
     num_documents: int
     """Reached over all ranks: the denominator."""
     overshoot: int
-    """Documents beyond the target."""
+    """Documents beyond the target; 0 also where the batch ended short of it."""
     num_documents_before: int
     """Of the same batch, consumed by earlier steps."""
 
@@ -84,6 +84,8 @@ def document_steps(
         num_rounds, count = _fill_step(documents, taken, docs_per_step, num_ranks, admits, exact, lengths)
         steps.append(
             DocumentStep(
+                # From where the last step ended, so that every row is of
+                # a step, those of failed trajectories in between as well.
                 start=steps[-1].stop if steps else 0,
                 stop=len(lengths) if taken + count == total else int(documents.starts[taken + count]),
                 num_rounds=num_rounds,
@@ -157,6 +159,7 @@ def _documents(lengths: Rows, trajectory_index: NDArray[np.integer[Any]], has_lo
     if len(lengths) == 0:
         none = np.zeros(0, dtype=np.int64)
         return _Documents(none, none, none, none)
+    # In front of the first row stands any other number, so that a document begins there.
     starts = np.flatnonzero(np.diff(trajectory_index, prepend=trajectory_index[0] - 1))
     with_loss = np.logical_or.reduceat(has_loss, starts)
     numbers, counts = np.unique(trajectory_index[starts[with_loss]], return_counts=True)

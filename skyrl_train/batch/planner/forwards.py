@@ -66,6 +66,7 @@ def _cheapest(rows: RowFacts, *, counts_rows: bool) -> list[Forward]:
         forwards = _of_layout(rows, name, counts_rows=counts_rows)
         sizes = rows.sizes([np.asarray(forward.rows) for forward in forwards], name)
         cost = float(rows.cost.of(sizes.positions, sizes.pairs, sizes.calls, layout=name).sum())
+        # Of equal costs the layout that was tried first stays.
         costs.setdefault(cost, forwards)
     return costs[min(costs)]
 
@@ -196,6 +197,7 @@ class _Filling:
 
     def _put_in_parts(self, begin: int, end: int) -> None:
         while begin < end:
+            # The largest room there is: what does not fit in there begins a forward.
             first, room = self._whole[begin], self._rooms[-1][0] if self._rooms else 0
             if first > room:
                 room = self._limit
@@ -209,6 +211,7 @@ class _Filling:
         """The run goes where least room is left after it."""
         index = bisect_left(self._rooms, (size, -1))
         if index == len(self._rooms):
+            # A row that exceeds the limit by itself has a forward, and fills it.
             room, number = max(size, self._limit), self._num_forwards
             self._num_forwards += 1
         else:
@@ -251,7 +254,7 @@ class MicroBatch:
     rows: Tensor
     """int64: which rows of the rank's batch these are; empty where a dummy row keeps step with other ranks."""
     layout: LayoutName
-    """What computes them."""
+    """How they lie in the forward: what `auto` left open is decided here."""
 
 
 @dataclass
@@ -298,6 +301,7 @@ class MemoryAwareBatchIterator:
             rows, layout = torch.as_tensor(forward.rows), forward.layout or layout
             yield MicroBatch(batch=batch.take(rows), rows=rows, layout=layout)
         for _ in range(count - len(forwards)):
+            # Sharded parameters are gathered within each forward: a rank with fewer of them would leave the others waiting.
             dummy = batch.slice(0, 0).pad_rows(1, uid="dummy")
             yield MicroBatch(batch=dummy, rows=torch.zeros(0, dtype=torch.int64), layout=layout)
 
@@ -311,6 +315,7 @@ class MemoryAwareBatchIterator:
     def forwards_of(self, rows: RowFacts, *, training: bool) -> list[Forward]:
         """The same of rows whose facts are known, as in a dry run."""
         phase = 0 if training else 1
+        # Limits are put in here: facts are those of rows, whatever phase and budget they are planned for.
         facts = replace(
             rows,
             layout=self.layout,

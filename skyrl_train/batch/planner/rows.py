@@ -124,6 +124,7 @@ class RowFacts:
         if name == "prefix_shared":
             return self._tree_sizes(rows, forward)
         # Of the rows that share a host, the longest one that is there computes the others.
+        # The last key counts first: by forward, then by host, then by length.
         by_host = np.lexsort((self.lengths[rows], self.hosts[rows], forward))
         rows, forward = rows[by_host], forward[by_host]
         is_longest = (np.diff(self.hosts[rows], append=-1) != 0) | (np.diff(forward, append=-1) != 0)
@@ -224,7 +225,7 @@ class Forward:
 
 
 Planner = Callable[[RowFacts], list[Forward]]
-"""With its arguments bound."""
+"""From the facts of a rank's rows to its forwards, each row in exactly one; a planner's own arguments are bound already."""
 
 
 def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bool) -> RowFacts:
@@ -233,6 +234,7 @@ def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bo
     sharing = getattr(batch.token_columns, "sharing", None)
     if sharing is not None and (sharing.facts.layout, sharing.merge_turns) == (layout, merge_turns):
         known: RowFacts = sharing.facts.take(sharing.rows)
+        # What rows share does not change; which of their tokens carry loss may have, since they were made.
         return replace(known, loss_tokens=batch.loss_tokens().numpy())
     bounds = batch.row_offsets.cpu().numpy()
     order, shared = np.arange(batch.num_rows), np.zeros(batch.num_rows, dtype=np.int64)
@@ -267,6 +269,7 @@ def checked_forwards(plan: Planner, facts: RowFacts, *, name: str, within_budget
     rows = np.concatenate([np.asarray(forward.rows) for forward in forwards] or [np.zeros(0, dtype=np.int64)])
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < facts.num_rows:
         raise BatchError(f"{name} named rows {int(rows.min())} to {int(rows.max())} of {facts.num_rows} rows")
+    # A row in no forward would lose its loss, one in two would count twice, and the gradient would show neither.
     times = np.bincount(rows, minlength=facts.num_rows)
     wrong = np.flatnonzero(times != 1)
     if len(wrong):

@@ -58,6 +58,8 @@ def split_padded(lengths: Rows, max_tokens: int) -> list[Rows]:
         return []
     order = np.argsort(-lengths, kind="stable")
     ascending = lengths[order[::-1]]
+    # A smaller cap never takes fewer micro-batches, so that the
+    # smallest one that still takes the fewest is found by bisection.
     fewest = len(_greedy_cuts(ascending, max_tokens))
     low, high = int(ascending[-1]), max_tokens
     while low < high:
@@ -135,6 +137,7 @@ def _level(descending: Rows, max_tokens: int) -> _Packed:
     dealt = _dealt(descending, count)
     if dealt.sums(descending).max() <= max_tokens:
         return dealt
+    # Under the mean so many micro-batches cannot hold the rows, under the longest row none can hold that.
     low, high = max(int(np.ceil(mean)), int(descending[0])), max_tokens
     for _ in range(_LEVEL_ROUNDS):
         middle = (low + high) // 2
@@ -166,6 +169,7 @@ def _deal_one_by_one(descending: Rows, num_bins: int) -> Rows:
     for position, length in enumerate(descending.tolist()):
         tokens, index = heap[0]
         bin_of[position] = index
+        # One sift in place of the two that a pop and a push take.
         heapq.heapreplace(heap, (tokens + length, index))
     return bin_of
 
@@ -216,6 +220,7 @@ def _first_fit_decreasing(descending: Rows, max_tokens: int) -> _Packed:
     def largest_present(index: int) -> int:
         root = index + 1
         while present[root] != root:
+            # Halves the path on the way, without which chains of lengths that are used up grow with the loop.
             present[root] = present[present[root]]
             root = present[root]
         return root - 1
@@ -230,6 +235,8 @@ def _first_fit_decreasing(descending: Rows, max_tokens: int) -> _Packed:
         while index >= 0:
             value, count = values[index], counts[index]
             take = room // value
+            # `times` is how many bins can be made like this one: no more than every length
+            # in it has rows for. A length that this bin uses up allows no second one.
             if take >= count:
                 take, times = count, 1
             elif count < times * take:

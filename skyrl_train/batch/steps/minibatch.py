@@ -33,7 +33,7 @@ class LossDenominators:
     """What the step consists of. Dummy rows and placeholders of failed trajectories are never counted."""
 
     num_tokens: int
-    """Tokens with loss."""
+    """Tokens with loss; those of a trajectory that was drawn k times (`sample_count`) count k times."""
     num_sequences: int
     """Trajectories with at least one such token, whether they are one row or one row per turn."""
     num_rows: int
@@ -47,7 +47,7 @@ class MiniBatch:
     """The rows of one optimizer step."""
 
     batch: TrainingInputBatch
-    """Has the column `loss_weights`."""
+    """With the column `loss_weights`, float64 `[num_tokens]`, which has all divisors of the loss in it."""
     denominators: LossDenominators
 
 
@@ -178,6 +178,8 @@ def _count(batch: TrainingInputBatch, row_tokens: Tensor, max_sequence_length_fo
         one_of = torch.full_like(number, -1).scatter_(0, number[rows], rows)
         return one_of[one_of >= 0], totals[number]
 
+    # Of one trajectory its own tokens, however often it was drawn: a mean
+    # over it is the same for each draw. A prompt has the tokens of all draws.
     trajectories, trajectory_tokens = over(batch["trajectory_index"], row_tokens)
     prompts, prompt_tokens = over(batch["prompt_index"], counted)
     return RowCounts(
@@ -215,7 +217,7 @@ class StagedBatch:
     row_offsets: Tensor
     """int64, of the batch with its dummy rows."""
     num_rows: int
-    """Without dummy rows."""
+    """Of the batch itself, without the dummy rows that were added."""
     num_tokens: int
 
     @property
@@ -233,6 +235,7 @@ class StagedBatch:
         for rank, (result, shard) in enumerate(zip(results, self.shards)):
             if tuple(result.shape) != (shard.num_tokens, *results[0].shape[1:]):
                 raise BatchError(f"rank {rank} returned {tuple(result.shape)} for a shard of {shard.num_tokens} tokens")
+        # Dummy rows stand behind all others, and so do their tokens.
         return restore_rows(torch.cat(list(results)), self.order, self.row_offsets)[: self.num_tokens]
 
 
@@ -251,9 +254,11 @@ def stage(
         raise BatchError("no rows to shard")
     if "position_ids" in batch or dp_size == 1:
         together = "row"  # rows that hold several sequences share nothing; one rank has all rows in any case
+    # Whatever the layout is called: dealing asks of it only within which unit rows share.
     layout: LayoutChoice = "prefix_shared" if together == "prompt" else "packed"
     facts = facts_of(batch, layout=layout, merge_turns=together == "trajectory")
     dealt, _ = shard_rows(facts, dp_size, cost or CostModel())
+    # What was dealt beyond the batch are numbers of dummy rows.
     padded = batch.pad_rows(sum(map(len, dealt)) - batch.num_rows)
     shares = [torch.from_numpy(rows) for rows in dealt]
     return StagedBatch(
@@ -322,6 +327,8 @@ def behind_updates(batch: TrainingInputBatch) -> Tensor:
     begins[1:] &= ~mask[:-1]
     starts = batch.row_offsets[:-1]
     begins[starts] = mask[starts]
+    # Which turn each token is of, or is behind; tokens ahead of the
+    # first one are masked anyway, and need any index that there is.
     turn = (begins.cumsum(0) - 1).clamp(min=0)
     return mask & (batch["weight_version"] > batch["weight_version"][begins][turn])
 

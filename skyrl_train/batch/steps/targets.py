@@ -129,8 +129,10 @@ def _add_rows(rows: _Rows, example: Targets, before: int) -> None:
         return
     is_text = ~precedes_image(len(tokens), example.images)
     if targets.ndim == 1:
+        # The last target has no token behind it that it could differ from: the row ends with it.
         is_next = np.append(targets[:-1] == tokens[1:], True)
         main = np.flatnonzero(is_next & is_text)
+        # A target is the token behind the one that predicts it: place i + 1 of the row.
         rows.add(np.append(tokens, targets[-1]), main + 1, before + main, example.images)
         others = np.argwhere(~is_next & is_text)
     else:
