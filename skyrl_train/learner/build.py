@@ -113,9 +113,11 @@ def build_engine(
         _require_divisible(model, spread)
     batching = settings.micro_batching
     dtype = weight_dtype(model, frozen=settings.frozen)
+    # Rank 0 alone reads the files and hands out shards: the others would fill the host with copies of the whole model.
     if spread.rank and spread.receives:
         loaded, layout = empty(model, dtype=dtype), batching.layout
     else:
+        # In the host where it will be spread: the whole model may be more than a device holds.
         loaded = load(model, "cpu" if spread.receives else settings.platform.device, dtype=dtype)
         layout = supported_layout(
             loaded,
@@ -131,6 +133,7 @@ def build_engine(
         compile_layers(loaded, name=model.path)
     if settings.replays_routing:
         follow_routing(loaded, name=model.path, try_it=not (spread.rank and spread.receives))
+    # Rank 0's word for all: the other ranks have no weights to try a layout with, and all must plan alike.
     batching = replace(batching, layout=spread.of_rank_0(layout))
     engine = ModelEngine(
         loaded,
@@ -178,6 +181,7 @@ def adapt(loaded: PreTrainedModel, settings: LearnerSettings) -> None:
 
 def _require_same_tokenizer(model: ModelConfig, policy: ModelConfig) -> None:
     """Raises ModelError where a reference of its own gives the policy's token ids another meaning."""
+    # The same files in nearly all runs: no vocabulary is read for them.
     if (model.path, model.tokenizer_path, model.revision) == (policy.path, policy.tokenizer_path, policy.revision):
         return
     own, expected = load_tokenizer(model).get_vocab(), load_tokenizer(policy).get_vocab()
@@ -197,6 +201,7 @@ def compile_layers(model: PreTrainedModel, *, name: str) -> None:
     has kernels of its own and stays out of the graphs, on both sides of which torch compiles.
     Raises ModelError where there is no compiler, or nothing to compile.
     """
+    # Asked now: torch would look for its compiler in the first forward, which may come after a whole rollout.
     reason = _why_not_compiled(model.device)
     if reason:
         raise ModelError(f"model path {name!r}: model.compile=true, but {reason}. Or set model.compile=false")

@@ -78,5 +78,6 @@ class CriticLearner(HoldsModel):
         check_loss_output(output, values.shape, f"critic loss {part_name(self._algorithm.critic_loss)!r}")
         loss = (rows.padded("loss_weights") * output.token_losses).sum()
         num_tokens = layout.scored.num_loss_tokens if layout.scored is not None else int(mask.sum())
+        # The weight of a mean: over all micro-batches of the step the shares add up to 1, and the losses to the step's.
         share = num_tokens / max(1, denominators.num_tokens)
         return loss, {"loss/value": Mean(later(loss), share), **output.metrics}

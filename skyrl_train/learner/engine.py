@@ -74,6 +74,7 @@ class ModelEngine:
         use_fast_products(model)
         use_fused_layers(model)
         narrow_last_layer(model)
+        # Ahead of everything that holds parameters: sharding puts others in their place.
         self.strategy.prepare(model)
         self.model = model
         self.name = name
@@ -186,6 +187,8 @@ class ModelEngine:
         if self.profiler is not None:
             self.profiler.begin(batch.metadata.global_step)
         step = self.num_optimizer_steps if self.optimizer else 0
+        # Ahead of the pass: one that fails half way has added to the
+        # gradient, too, and no checkpoint may be written beside it.
         self._has_gradient = True
         accumulate = partial(self.passes.accumulate, loss_of=loss_of, step=step)
         if self.passes.meter is None:
@@ -222,12 +225,15 @@ class ModelEngine:
             if parameter.grad is None:
                 # A mini-batch of padding alone is a step with gradient 0, as it is on a rank that computed dummy rows.
                 parameter.grad = torch.zeros_like(parameter)
+        # Sums over ranks first: norm, clipping and the check for NaN are of the gradient that moves the weights.
         self.strategy.reduce_gradients(self.parameters.values())
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         grad_norm = self.strategy.total_norm(gradients)
+        # Ahead of the optimizer, whose averages would keep a NaN for the rest of the run.
         self._require_finite(float(grad_norm))
         max_grad_norm = config.max_grad_norm if settings is None else settings.max_grad_norm
         if max_grad_norm > 0:
+            # By the norm of all gradients together; only the kernels that scale them want one mesh at a time.
             for alike in by_mesh(self.parameters.values()):
                 torch.nn.utils.clip_grads_with_norm_(alike, max_grad_norm, grad_norm)
         position = schedule_position(
@@ -265,11 +271,14 @@ class ModelEngine:
 
     def _require_finite(self, grad_norm: float) -> None:
         """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
+        # All ranks refuse a step together: one that did it alone would leave the others in the next collective.
         reason = self.strategy.first_reason(self.non_finite_loss)
+        # `<`, since no comparison with a NaN is true.
         if grad_norm < float("inf") and not reason:
             return
         if not reason:
             gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+            # A collective for each sharded gradient: all ranks go through the same parameters in the same order.
             full = self.strategy.full
             bad = [name for name, grad in gradients.items() if grad is not None and not full(grad).isfinite().all()]
             reason = f"gradient norm {grad_norm}"

@@ -95,10 +95,12 @@ class HoldsModel:
             with_optimizer=trains and with_optimizer,
             optimizer_name=self._optimizer_name,
         )
+        # Checked while it is taken, and so ahead of the weights: where it is refused nothing has moved.
         if trains:
             load_optimizer_tensors(engine.optimizer, engine.parameters, stored.optimizer, in_host=engine.state_in_host)
         with torch.no_grad():
             for name, tensor in self._saved_tensors().items():
+                # Into what is there: the optimizer, and FSDP2 where it shards, hold on to these tensors.
                 tensor.copy_(stored.model[name])
         facts = stored.facts
         steps, documents = (facts.num_optimizer_steps, facts.num_documents) if with_optimizer else (0, 0)
@@ -116,6 +118,7 @@ class HoldsModel:
         engine = self.engine
         if engine.adapter:
             return dict(engine.parameters)
+        # Other buffers, such as those of rotary positions, follow from the configuration.
         persistent = engine.model.state_dict().keys()
         buffers = {name: value for name, value in engine.model.named_buffers() if name in persistent}
         return {**engine.parameters, **buffers}
@@ -131,10 +134,12 @@ class HoldsModel:
         if has_adapter(engine.model):
             return {name: whole.to("cpu") for name, whole in merged_weights(engine.model, gather) if rank == 0}
         gathered: dict[int, Tensor] = {}
+        # With keep_vars: detached, tied parameters would be tensors of identities of their own, and gathered twice.
         named = engine.model.state_dict(keep_vars=True)
         for names in by_layer(named):
             new = {id(named[name]): named[name] for name in names if id(named[name]) not in gathered}
             for key, whole in zip(new, gather(list(new.values()), [None] * len(new))):
+                # Other ranks take part in the gathering and keep nothing, or each would have the whole model in the host.
                 gathered[key] = whole.to("cpu") if rank == 0 else whole.new_empty(0)
         return {name: gathered[id(tensor)] for name, tensor in named.items() if rank == 0}
 

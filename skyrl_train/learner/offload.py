@@ -34,12 +34,15 @@ class Offloader:
 
     def offload(self) -> None:
         """Everything to the host. The device's memory is free for others when this returns. Idempotent."""
+        # Parameters that a forward gathered and keeps are none of the tensors below, and would stay on the device.
         reshard(self._model)
         moments = _storages(self._optimizer_tensors(), self._device)
         everything = _storages(self._held(), self._device)
+        # The state is among what is held. It is a part by itself, since scoring brings the model back without it.
         of_model = {key: storage for key, storage in everything.items() if key not in moments}
         self._optimizer_part.copy_out(moments)
         self._model_part.copy_out(of_model)
+        # Before anything is emptied: copies are enqueued, and one wait does for both parts.
         self._await_copies()
         self._optimizer_part.leave(moments)
         self._model_part.leave(of_model)
@@ -84,6 +87,7 @@ class _Part:
         for key, storage in storages.items():
             size = storage.nbytes()
             if key not in self._copies or len(self._copies[key]) != size:
+                # A copy to memory that is not pinned makes the host wait for each storage.
                 pinned = storage.device.type == "cuda"
                 self._copies[key] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             self._copies[key].untyped_storage().copy_(storage, non_blocking=True)
@@ -93,6 +97,8 @@ class _Part:
         for key, storage in storages.items():
             storage.resize_(0)
             self._away[key] = storage
+        # Copies of storages that are gone, as those of gradients that
+        # were dropped, are let go: their memory would stay taken.
         self._copies = {key: copy for key, copy in self._copies.items() if key in self._away}
 
     def come_back(self) -> None:
@@ -107,6 +113,7 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torc
     """Each storage once, by its identity; without those that are empty, elsewhere, or mapped from a file."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
+        # Of a sharded tensor the part that this rank has: the DTensor itself has no memory.
         local = getattr(tensor, "_local_tensor", tensor)
         storage: torch.UntypedStorage = local.untyped_storage()
         if storage.nbytes() and storage.resizable() and storage.device.type == device.type:

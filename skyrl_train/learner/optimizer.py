@@ -26,6 +26,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     groups: ParameterGroups = [
         {"params": alike, "weight_decay": decay}
         for chosen, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        # A group for each mesh: the fused kernel takes tensors of one at a time.
         for alike in by_mesh(chosen)
     ]
     made = OPTIMIZERS.resolve(config.name)(groups, config)
@@ -98,6 +99,8 @@ def step_from_host(optimizer: torch.optim.Optimizer) -> None:
     devices = {parameter.device for parameter in gradients if parameter.is_cuda}
     for parameter in gradients:
         parameter.grad = None
+    # The optimizer passes by what has no gradient. So each step below is of the
+    # bucket that was given its gradients back, and `pop` lets go of them behind it.
     for bucket in _buckets(optimizer, list(gradients)):
         _step_of_bucket(optimizer, {parameter: gradients.pop(parameter) for parameter in bucket})
     for device in devices:  # copies go in the order of its work, and checkpoints are written from what they leave
@@ -126,6 +129,7 @@ def _buckets(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
+        # AdamW has two averages of each parameter, of its size.
         num_bytes = 2 * _local(parameter).nbytes
         if num_bytes > room or not buckets:
             buckets.append([])
@@ -191,5 +195,6 @@ def load_optimizer_tensors(
             for kind in ("step", "exp_avg", "exp_avg_sq"):
                 if kind not in states.get(parameter, {}):
                     raise CheckpointError(f"the optimizer's state lacks {kind}.{name}: it was cut or changed")
+    # Only now, as everything was checked: a checkpoint that is refused leaves the state as it was.
     optimizer.state.clear()
     optimizer.state.update(states)

@@ -63,6 +63,7 @@ class Planned:
 
     def by_adapter(self) -> Planned:
         """With the rows of each adapter together."""
+        # An adapted layer computes each run of one adapter in one product: the fewer runs, the larger they are.
         order = torch.argsort(self.batch["adapter_index"], stable=True)
         return replace(self, batch=self.batch.take(order), rows=self.rows[order])
 
@@ -120,6 +121,7 @@ class Passes:
         """
         _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
         batch = replayed(self.model, batch)
+        # What carries no loss adds nothing to a sum and is scored 0: it need not be computed.
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
         parts = self.micro_batching.iterate(kept, training=training, agree=self.strategy.agree)
@@ -178,6 +180,8 @@ class Passes:
     def _computing(self, part: Planned) -> Iterator[tuple[TrainingInputBatch, Layout]]:
         """The part on the device, its layout made; what is allocated inside counts."""
         longest = int(part.batch.lengths.max())
+        # Said before the layout is made, for which memory may run out
+        # as well: the size of what failed decides what is tried next.
         self.forward.size = ForwardSize(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
         with nullcontext() if self.meter is None else self.meter.counting(self.strategy.gathered):
             layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
@@ -209,6 +213,8 @@ class Passes:
         runs = {}
         for each in (*narrowed, of_position):
             index, lengths = torch.unique_consecutive(each, return_counts=True)
+            # By the number of positions: the last layer computes those that are read
+            # alone, and adapted layers tell by their input which runs are theirs.
             runs[len(each)] = runs_of([self.adapters[number] for number in index.tolist()], lengths.tolist())
         return adapters_at(self.model, runs)
 
@@ -273,6 +279,7 @@ def _first_non_finite(losses: Sequence[Tensor], planned: Sequence[Planned]) -> s
 def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:
     """Raises BatchError for a token id that the model has no embedding for."""
     ids = batch["input_ids"]
+    # On a GPU an id past the embedding ends the process with an assertion that names neither row nor token.
     outside = (ids < 0) | (ids >= vocabulary)
     if bool(outside.any()):
         token = int(outside.nonzero()[0])

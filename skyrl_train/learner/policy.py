@@ -187,6 +187,8 @@ class PolicyLearner(HoldsModel):
         """
 
         def loss_of_tokens(places: Tensor, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            # The same terms as below, of the tokens of one tile as one
+            # row: the head forms their gradient while it has their logits.
             columns = {name: column[places].unsqueeze(0) for name, column in rows.token_columns.items()}
             return self._terms(columns, logprobs.unsqueeze(0), entropy.unsqueeze(0)).total
 
@@ -233,10 +235,13 @@ class PolicyLearner(HoldsModel):
                 algorithm.kl_estimator, logprobs, columns["ref_logprobs"], mask, compute_dtype=self._compute_dtype
             )
             if algorithm.kl_bias_correction:
+                # Tokens are of an older policy: an estimate over them is one
+                # of another KL until it is weighed by how likely they are now.
                 proximal = with_proximal(inputs, algorithm).old_logprobs
                 token_kls = unbiased_kl(token_kls, logprobs, proximal, mask)
             parts["kl"] = (weights * token_kls).sum()
             total = total + algorithm.kl_loss_coef * parts["kl"]
+        # A coefficient that is adapted changes from step to step: it comes as a column, and not from the configuration.
         if "entropy_coef" in columns:
             parts["entropy"] = (weights * entropy).sum()
             total = total - (weights * columns["entropy_coef"] * entropy).sum()
@@ -250,7 +255,7 @@ class PolicyLearner(HoldsModel):
 class _Terms:
     total: Tensor
     parts: dict[str, Tensor]
-    """Without their coefficients."""
+    """`policy`, and `kl` and `entropy` where they are in use: weighted sums over tokens, without their coefficients."""
     inputs: PolicyLossInputs
     metrics: StepMetrics
 
@@ -268,6 +273,7 @@ def _optional(columns: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor 
 def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, on_policy: bool) -> None:
     names = {"loss_weights"} | loss_reads(algorithm).columns
     if on_policy:
+        # The policy that is differentiated is the old one then, and its own log-probabilities stand in.
         names -= {"old_logprobs"}
     if algorithm.proximal == "behaviour":
         names |= {"rollout_logprobs"}

@@ -41,6 +41,8 @@ def ledger_metrics(
     unread = algorithm.proximal == "behaviour" or "old_logprobs" not in loss_reads(algorithm).columns
     unknown = "old_logprobs" not in rows and unread
     flat_age = token_ages(rows)
+    # Ages have no column of their own: under the name of the
+    # versions that they follow from they are padded like them, by 0.
     token_age = None if flat_age is None else rows.with_columns(weight_version=flat_age).padded("weight_version")
     stale = torch.full_like(inputs.loss_mask, unknown)
     ledger = log_ratio_ledger(

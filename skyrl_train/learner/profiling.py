@@ -33,6 +33,7 @@ class Profiler:
         """An optimizer step of training step `step` begins, or goes on."""
         if step not in self._steps or self._running is not None:
             return
+        # A training step has several optimizer steps, each with files of its own.
         self._update = self._update + 1 if step == self._step else 1
         self._step = step
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -46,6 +47,7 @@ class Profiler:
         """It has moved the weights: its files are written."""
         if self._running is None:
             return
+        # Let go ahead of writing: a profile that cannot be written does not stop the next one.
         running, self._running = self._running, None
         running.stop()
         name = f"step_{self._step:06d}_{self._name}_rank{self._rank}_update{self._update}"

@@ -51,6 +51,7 @@ class RowLossLearner(PolicyLearner):
                 columns = {name: column[places].unsqueeze(0) for name, column in rows.token_columns.items()}
                 return _loss_of_rows(columns, logprobs.unsqueeze(0), losses, None).sum()
 
+            # With several losses the head would have to know of whose row a token is, which it is not told.
             foreseen = backward and len(losses) == 1 and is_tokenwise(losses[0])
             scores = self._scores(
                 hidden, rows, layout, with_entropy=False, loss_of_tokens=loss_of_tokens if foreseen else None
@@ -70,6 +71,7 @@ class RowLossLearner(PolicyLearner):
             return both[..., 1].sum(), {}
 
         self.engine.forward_backward(batch, loss_of)
+        # Rows without loss were not computed, and stay 0.
         flat = torch.zeros(batch.num_tokens, 2, dtype=torch.float64)
         for row, (start, stop) in zip(batch["trajectory_index"].tolist(), pairwise(batch.row_offsets.tolist())):
             if row in found:

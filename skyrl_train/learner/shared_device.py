@@ -73,6 +73,7 @@ class LearnerOnSharedDevice:
 
     def load_weights(self, weights: ModelWeights) -> None:
         """Those of the policy, which is on the device beside this one then."""
+        # Both at once: whatever is not asked for leaves the device.
         self._on_device("policy")
         self._policy().load_weights(weights)
 

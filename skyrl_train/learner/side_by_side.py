@@ -79,6 +79,7 @@ class AdapterLearners:
     def create(self, name: str, lora: LoraConfig, *, seed: int, optimizer: OptimizerConfig) -> RowLossLearner:
         """Return a learner of a new adapter, random by the seed. `name` is new and has no dot; `lora.targets` are names of
         `targets`. Raises ModelError."""
+        # None of the others beside it: adding one walks over all modules, which would take longer the more there are.
         attach_adapters(self.model, [])
         add_adapter(self.model, lora, seed=seed, name=name)
         passes = self._base.passes
@@ -109,12 +110,14 @@ class AdapterLearners:
         names = tuple(asked)
         losses: list[AlgorithmConfig] = []
         for each in asked.values():
+            # Each loss once: where all adapters have the same, its gradient can be formed in the head.
             losses += [] if each.loss in losses else [each.loss]
         batch = _rows_together(list(asked.values()), losses)
         self._together.oom_retry.use(adapters=names)
         attach_adapters(self.model, names)
         engines = [self._learners[name].engine for name in names]
         parameters = [parameter for engine in engines for parameter in engine.parameters.values()]
+        # Apart from the pass's own, which is dropped where any of it is not finite.
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.requires_grad_(backward)
@@ -172,6 +175,7 @@ def _rows_together(asked: Sequence[AdapterPass], losses: Sequence[AlgorithmConfi
     counts = torch.tensor([each.batch.num_rows for each in asked])
     batch = TrainingInputBatch.cat([each.batch for each in asked])
     adapters = torch.arange(len(asked), dtype=torch.int32).repeat_interleave(counts)
+    # Numbers of different adapters' batches coincide, and results are told apart by them.
     columns = {"trajectory_index": torch.arange(batch.num_rows, dtype=torch.int32), "adapter_index": adapters}
     columns["prompt_index"] = adapters  # rows of different adapters share nothing
     if len(losses) > 1:

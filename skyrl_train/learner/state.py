@@ -70,6 +70,7 @@ def read(
         moments = {}
         for key, (_, shape) in stored.facts_of("optimizer").items() if with_optimizer else ():
             owner = model.get(key.partition(".")[2])
+            # Averages are sharded as their parameter is; a number, as the count of steps, is whole on each rank.
             like = owner if owner is not None and owner.shape == shape else None
             moments[key] = stored.take(f"optimizer/{key}", like)
     _require_finite(folder, tensors)
@@ -116,7 +117,7 @@ class StoredTensors:
             )
         self._parts: dict[str, list[_Part]] = {}
         self.facts: dict[str, TensorFact] = {}
-        """By name."""
+        """Of each tensor that the files have, by `model/NAME` or `optimizer/NAME`."""
         shards = sorted(folder.glob(_SHARDS))
         for path in shards:
             self._add_file(path)
@@ -135,6 +136,7 @@ class StoredTensors:
         if isinstance(like, DTensor):
             target = torch.empty_like(like, dtype=dtype, device=device)
         elif len(self._parts[name]) == 1 and self._parts[name][0].held.shape == shape:
+            # Mapped from the file, and not copied: it is read when it is used.
             return self._parts[name][0].held
         else:
             target = torch.empty(shape, dtype=dtype, device=device)
@@ -147,8 +149,10 @@ class StoredTensors:
         Raises ValueError where the files lack some of it.
         """
         local, offset = local_part(target)
+        # `target` is fresh memory: without a shard some of it would be whatever was there, and look like weights.
         is_filled = torch.zeros(local.shape, dtype=torch.bool)
         for part in self._parts[name]:
+            # Where this rank's box and the file's overlap, in the whole tensor; below counted from each box's own corner.
             start = [max(mine, theirs) for mine, theirs in zip(offset, part.offset)]
             stop = [min(m + n, t + k) for m, n, t, k in zip(offset, local.shape, part.offset, part.held.shape)]
             if all(low < high for low, high in zip(start, stop)):
@@ -182,12 +186,14 @@ class StoredTensors:
         )
         if not fits:
             raise ValueError(f"{name}: a part of shape {shape} at {part.offset} is not within {whole}")
+        # Shards of two models in one folder would be put together without a word.
         if self.facts.setdefault(name, (dtype, whole)) != (dtype, whole):
             raise ValueError(f"{name} is {dtype} {whole} in one file, {self.facts[name]} in another")
         self._parts.setdefault(name, []).append(part)
 
 
 def _sizes(value: object) -> tuple[int, ...]:
+    # `type(...) is int`, as True is an int to isinstance.
     if not isinstance(value, (list, tuple)) or not all(type(size) is int and size >= 0 for size in value):
         raise ValueError(f"a shape or an offset is {shown(value)}")
     return tuple(value)

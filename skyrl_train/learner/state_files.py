@@ -80,6 +80,7 @@ class TensorFile:
         for name, tensor in self.tensors.items():
             if tensor.dtype not in _TYPES:
                 raise SaveError(f"{path}: {name} is of {tensor.dtype}, which safetensors does not store")
+        # By alignment, then by name, as the library: an element is then aligned without gaps, which the format forbids.
         names = sorted(self.tensors, key=lambda name: (_ORDER[self.tensors[name].dtype], name))
         return write_hashed(path, self._content(names))
 
@@ -96,6 +97,7 @@ class TensorFile:
             }
             offset = end
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # So that the first tensor is aligned: JSON may end with blanks.
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
         yield struct.pack("<Q", len(text)) + text
         for name in names:
@@ -151,6 +153,7 @@ class StateFiles:
     def write(self, folder: Path) -> FileSums:
         """Write them into `folder`, which is made, and return their sums. Raises SaveError."""
         try:
+            # Here, on the thread that writes: whoever asked for the copies has gone on.
             if self.ready is not None:
                 self.ready.synchronize()
             folder.mkdir(parents=True, exist_ok=True)
@@ -178,6 +181,7 @@ class HostCopy:
         if self._is_refused:
             return None
         there = {(file, name): tensor for file, each in files.tensors.items() for name, tensor in each.tensors.items()}
+        # What is not used again is let go first, so that the room is counted without it.
         self._memory = {key: kept for key, kept in self._memory.items() if key in there and _fits(kept, there[key])}
         missing = {key: tensor for key, tensor in there.items() if key not in self._memory}
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in missing.values())
@@ -232,6 +236,7 @@ def free_host_bytes() -> int | None:
     ):
         try:
             stats = (_CGROUP / limit).with_name("memory.stat").read_text().split()
+            # The kernel counts pages of files as used, and drops them where memory is wanted.
             cached = int(stats[stats.index("inactive_file") + 1])
             allowed = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()) + cached
             free = min(free, allowed)
@@ -259,6 +264,7 @@ def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> TensorFile:
         else:
             is_mine = rank == 0
         local, offset = local_part(tensor)
+        # A rank may have nothing of a small tensor; a tensor without values is written all the same, as it is asked for.
         if is_mine and (local.numel() or not tensor.numel()):
             held[name] = local
             parts[name] = {"shape": list(tensor.shape), "offset": list(offset)}

@@ -97,7 +97,7 @@ class MemoryModel:
     """Weights, gradients, optimizer state, and whatever else does not depend on the micro-batch."""
     bytes_per_position: float
     bytes_per_position_and_length: float
-    """Factor of `positions * longest`."""
+    """Factor of `positions * longest`: what grows with the square of a row's length, as scores of attention do."""
     slack_bytes: float
     """The most by which a probe lay above the fitted plane; part of every prediction."""
     margin: float

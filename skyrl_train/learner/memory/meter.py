@@ -74,6 +74,7 @@ class CudaMeter(MemoryMeter):
         """
         self._device = device
         free, total = torch.cuda.mem_get_info(device)
+        # What this process has reserved counts as taken on the device, but is its own: held, or free for it to use.
         available = free + torch.cuda.memory_reserved(device)
         self.limit_bytes = min(limit_bytes, available) if limit_bytes else available
         if limit_bytes:
@@ -162,6 +163,7 @@ class CountingMeter(MemoryMeter):
                 self._count(storage)
             else:
                 self._held += storage.nbytes() - counted.num_bytes
+                # What `forget` takes off is this number, so that it has to follow.
                 counted.num_bytes = storage.nbytes()
 
     def _count_tensor(self, tensor: Tensor) -> None:
@@ -215,6 +217,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # FSDP2 resizes storages without an operation: they are looked at ahead of the next one.
         self._meter.require_room()
         result = func(*args, **(kwargs or {}))
         self._meter.made(result)

@@ -116,6 +116,7 @@ class OomRetry(Generic[PassesT]):
         """From now on cut passes by `batches`, count them by `meter`, and retry each up to `retries` times where memory
         runs out. `resident` gives the tensors that are there between passes."""
         self._batches, self._retries, self._resident = batches, retries, resident
+        # Budgets are replaced by lower ones, and never changed: this stays what was found.
         self._found = batches.budgets
         self.use(micro_batching=batches, meter=meter)
 
@@ -156,6 +157,7 @@ class OomRetry(Generic[PassesT]):
     ) -> T:
         # Planned in each attempt: the budget may have been lowered since the last.
         planned = self.passes.plan(batch, training=training)
+        # Again for each pass: gradients and an optimizer's state are new tensors after their first step.
         meter.adopt(self._resident())
         meter.reset_peak()
         result = self.passes.strategy.in_consensus(self.passes.model, lambda: work(planned))
@@ -176,6 +178,7 @@ class OomRetry(Generic[PassesT]):
         return {
             f"{prefix}_peak_gib": Max(peak / GIB),
             f"{prefix}_tokens_per_micro_batch": Last(float(self._batches.budgets.training)),
+            # All ranks compute a pass anew together, and sums are added up over ranks.
             f"{prefix}_redone": Sum(float(redone if self.passes.strategy.rank == 0 else 0)),
         }
 

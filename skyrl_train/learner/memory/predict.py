@@ -45,7 +45,7 @@ class MemoryEstimate:
     """A pass at its peak."""
 
     moment: str
-    """Where it holds most."""
+    """The section of the pass in which it holds most, or the optimizer's step."""
     kinds: Mapping[str, int]
     """Bytes by kind; none is 0."""
 
@@ -109,6 +109,7 @@ class PredictedPasses:
 
         pieces = [self._piece(f"{depth} layers", partial(count, depth)) for depth in self._depths]
         found = [ParameterCounts(**each) for each in pieces]
+        # On the line through both depths: what is outside of layers is in both, and what a layer adds is their difference.
         return found[0].with_more(found[-1], 1.0 + self._layers_beyond)
 
     def resident_bytes(self, phase: Phase) -> int:
@@ -182,6 +183,7 @@ class PredictedPasses:
 
         pieces = [self._piece(f"{size}, {depth} layers", partial(trace, depth)) for depth in self._depths]
         found = [PassPeaks(**each) for each in pieces]
+        # Each section grows with the number of layers by as much as from the first depth to the last.
         return found[0].between(found[-1], 1.0 + self._layers_beyond)
 
     def _compiled(self, rows: int, *, training: bool) -> dict[str, Any]:
@@ -239,6 +241,7 @@ class PredictedPasses:
             learner = self.make_learner(depth)
             remedy = "Set plan.architecture to a model of about the same sizes"
             trace = StepTrace(engine=learner.engine, device_type=self.share.device_type, remedy=remedy)
+            # The meter is never asked: a trace counts by one of its own.
             self._probers[depth] = Prober(learner=learner, meter=CountingMeter(0), trace=trace)
         return self._probers[depth]
 

@@ -176,10 +176,13 @@ def probe_rows(lengths: Sequence[int], *, vocabulary: int, shared: int = 0) -> T
     generator = torch.Generator().manual_seed(derive_seed(0, "memory_probe", len(lengths), max(lengths)))
     batch = batch_of_lengths(lengths)
     mask = torch.ones(batch.num_tokens, dtype=torch.bool)
+    # Nothing comes before a first token that could predict it.
     mask[batch.row_offsets[:-1]] = False
+    # Random, as equal beginnings would be computed once and take less.
     ids = torch.randint(0, vocabulary, (batch.num_tokens,), generator=generator)
     if shared:
         starts = batch.row_offsets[:-1, None] + torch.arange(shared)
+        # A copy, since the first row's are written to themselves.
         ids[starts] = ids[:shared].clone()
     columns: dict[str, Tensor] = {"input_ids": ids.to(SCHEMA["input_ids"].dtype), "loss_mask": mask}
     for name, spec in SCHEMA.items():

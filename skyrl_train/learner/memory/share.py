@@ -44,7 +44,7 @@ class DeviceShare:
     frozen_bytes: int = 4
     """Of a parameter that is not trained."""
     is_scored_only: bool = False
-    """Whether none is."""
+    """Whether no parameter is trained, as of a reference."""
     in_4_bits: bool = False
     """Whether decoder layers are, where they are not trained."""
     device_type: str = "cpu"
@@ -54,9 +54,11 @@ class DeviceShare:
         own = counts.on_a_rank(self.expert_ranks)
         whole: dict[str, int] = {}
         if self.sharded and own.trained and training:
+            # Gradients are summed in float32, whatever type the passes compute in.
             gradients = 4 * own.trained
             once = sums_once_a_step(self.gradient_sync, gradient_bytes=gradients, device_bytes=self.device_bytes)
             whole = {"gradients": gradients} if once else {}
+        # Shards, their gradients and the state lie in the host; whole gradients, where there are any, on the device.
         if self.sharded and self.cpu_offload:
             return whole
         held, shards = self._held(counts)

@@ -200,6 +200,7 @@ def size_micro_batches(
     limit = -engine.strategy.agree(-meter.limit_bytes)
     facts = _facts(engine, limits, limit)
     differs = stored is None or dict(stored.facts) != facts
+    # All ranks probe or none does: a rank whose report still holds would not be there for the others' collectives.
     if engine.strategy.agree(int(differs)) or stored is None:
         sizing = _Sizing(prober=Prober(learner=learner, meter=meter), limits=limits)
         is_trained = any(parameter.requires_grad for parameter in engine.parameters.values())
@@ -282,6 +283,7 @@ class _Sizing:
             over = probes[0].peak_bytes > prober.meter.limit_bytes
             if agree(int(over)):
                 raise self._too_long(f"{probes[0].peak_bytes} bytes by prediction" if over else "on another rank")
+        # None where one row ran out of memory; and by one size alone no slope can be fitted.
         if len({probe.positions for probe in probes}) < 2:
             raise self._too_long()
         cap, held = most, 0
@@ -303,6 +305,7 @@ class _Sizing:
             if self._holds(tokens, lengths, probes):
                 held = tokens
             else:
+                # The trial that failed is no probe where memory ran out, so that the next fit might allow as much again.
                 cap = int(tokens * SHRINK)
         raise MemoryLimitError(
             f"{self.engine.name}: no token budget held in {_TRIALS} trials, the last of {tokens} positions; does "
@@ -313,6 +316,7 @@ class _Sizing:
         """Try the budget out at the longest and the shortest length; the trials are added to `probes`."""
         tried = [
             self.prober.probe(max(1, tokens // length), length, training=self.training)
+            # Sets of small whole numbers have the same order in every process, and ranks probe in step.
             for length in {lengths[0], lengths[-1]}
         ]
         probes += [trial for trial in tried if trial is not None]
@@ -349,6 +353,8 @@ class _Sizing:
             # The longest row was probed and did fit, but not with the margin.
             if self.engine.strategy.num_ranks == 1:
                 raise self._too_long(str(error)) from error
+            # Others would wait in the next agreement for a rank that
+            # raised: this one goes on, and the trials refuse it on all.
             return longest
 
     def _too_long(self, reason: str = "") -> MemoryLimitError:

@@ -85,6 +85,7 @@ class StepTrace:
                 engine.oom_retry.begin_probing(meter, resident=lambda: ())
                 if training:
                     engine.strategy.hold_gradients(engine.model, engine.parameters.values())
+                # Ahead of the sections, which count what is added to these.
                 meter.adopt(stand_ins)
                 meter.adopt(each.grad for each in engine.parameters.values() if each.grad is not None)
                 with _sections(engine, meter) as sections:
@@ -138,6 +139,7 @@ def _sections(engine: SizedEngine, meter: CountingMeter) -> Iterator[_Sections]:
     tokens is."""
     found = _Sections(meter=meter, resident=meter.in_use_bytes())
     model: Any = engine.model
+    # Hooks on gradients run in the backward pass, if there is one: only at its end is it known which section was the last.
     last = [IN_HEAD]
 
     def at_gradient(tensor: Any, ended: str, begun: str) -> None:
