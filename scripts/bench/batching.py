@@ -180,7 +180,7 @@ def measure_dealing(what: str, prompts: int, samples: int, turns: int, num_ranks
     lengths, shared, starts = shared_rows(prompts, samples, turns)
     cost = CostModel()
     again = cost.of_rows(shared)
-    deal_s, groups = timed(lambda: balance_groups(cost.of_rows(lengths) - again, again, starts, num_ranks), 3)
+    deal_s, (by_rank, _) = timed(lambda: balance_groups(cost.of_rows(lengths) - again, again, starts, num_ranks), 3)
     rows = list(balance_rows(cost.of_rows(lengths), num_ranks))
 
     def computed(dealt: list[Rows]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -192,7 +192,7 @@ def measure_dealing(what: str, prompts: int, samples: int, turns: int, num_ranks
         ]
         return np.array([each.sum() for each in added]), np.array(costs)
 
-    (row_positions, row_costs), (group_positions, group_costs) = computed(rows), computed(groups.places)
+    (row_positions, row_costs), (group_positions, group_costs) = computed(rows), computed(by_rank)
     return {
         "what": what,
         "num_rows": len(lengths),

@@ -26,14 +26,14 @@ from update_work import ModelSize, build_model
 
 import skyrl_train.data.assets
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.planner import MemoryAwareBatchIterator, make_micro_batch_strategy
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, MicroBatch, make_micro_batch_strategy
 from skyrl_train.batch.steps import MiniBatch, close_mini_batch
 from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.derived import ScheduleLength, learner_settings
 from skyrl_train.config.fields import LayoutChoice
 from skyrl_train.config.models import LoraConfig, ModelConfig, OptimizerConfig
-from skyrl_train.learner import ModelEngine, Planned, PolicyLearner, build_learner
+from skyrl_train.learner import ModelEngine, PolicyLearner, build_learner
 from skyrl_train.learner.memory import (
     CountingMeter,
     Effort,
@@ -237,7 +237,7 @@ class BudgetCase:
         retry.use(meter=self.meter, micro_batching=strategies[0])
         return best
 
-    def _run(self, planned: Sequence[Planned], step: MiniBatch) -> None:
+    def _run(self, planned: Sequence[MicroBatch], step: MiniBatch) -> None:
         learner = self.learner
         learner.engine.passes.accumulate(
             planned, lambda hidden, rows, layout: learner._loss(hidden, rows, layout, step.denominators, ()), step=0

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         DUMMY_ROW_LENGTH as DUMMY_ROW_LENGTH,
         BatchMetadata as BatchMetadata,
         Rows as Rows,
+        ranges as ranges,
     )
     from skyrl_train.batch.layouts.layout import (
         ScoredTokens as ScoredTokens,

@@ -75,3 +75,10 @@ def padded_metadata(metadata: BatchMetadata, count: int, uid: str | None) -> Bat
         policy_mini_batch_boundaries=grow(metadata.policy_mini_batch_boundaries),
         critic_mini_batch_boundaries=grow(metadata.critic_mini_batch_boundaries),
     )
+
+
+def ranges(starts: Rows, sizes: Rows) -> Rows:
+    """Return int64: `starts[0], starts[0] + 1, ...` (`sizes[0]` of them), then the same from `starts[1]`, and so on."""
+    begins = np.cumsum(sizes) - sizes
+    found: Rows = np.arange(int(sizes.sum())) + np.repeat(starts - begins, sizes)
+    return found

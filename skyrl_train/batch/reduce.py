@@ -38,12 +38,19 @@ def rounding_tolerance(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return 4 * torch.finfo(dtype).eps * magnitude
 
 
-def whiten(values: Tensor, mask: Tensor, *, boundaries: Sequence[tuple[int, int]] | None = None) -> Tensor:
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    copies: Tensor | None = None,
+    boundaries: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
     """`(x - mean) / std` over the masked tokens, 0 elsewhere. Mean and (n - 1) variance are both masked.
 
     `values` and `mask` have the same shape; `boundaries` are half-open ranges of the first dimension, each whitened on
-    its own (without them: everything together), and what no range covers becomes 0. Computed in float64, returned in
-    the dtype of `values`. Equal values, or a single one, give exactly 0: the spread that rounding leaves is no signal.
+    its own (without them: everything together), and what no range covers becomes 0. `copies`, integers of the same shape:
+    how often mean and variance count each value, once unless given. Computed in float64, returned in the dtype of
+    `values`. Equal values, or a single one, give exactly 0: the spread that rounding leaves is no signal.
 
     Raises BatchError for shapes and dtypes that differ, boundaries out of range, and values that are not finite.
     """
@@ -56,6 +63,9 @@ def whiten(values: Tensor, mask: Tensor, *, boundaries: Sequence[tuple[int, int]
         # float64, since in float32 the mean of many values of one size loses the digits in which they differ.
         part, part_mask = values[start:stop].double(), mask[start:stop]
         kept = part[part_mask]
+        if copies is not None:
+            # Copied indeed, and not weighed: the tests below and n - 1 are of the copies, too.
+            kept = kept.repeat_interleave(copies[start:stop][part_mask])
         if kept.numel() == 0:
             continue
         if not bool(torch.isfinite(kept).all()):

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Rows = NDArray[np.int64]
+from skyrl_train.batch.batch_metadata import Rows, ranges
 
 
 class Arrays(Protocol):
@@ -69,7 +69,7 @@ class Layer:
     @staticmethod
     def of(pieces: Sequence[Piece], dtypes: Mapping[str, torch.dtype], order: Rows | None = None) -> Layer:
         """Return the rows of all pieces, one piece after the other, or as the row numbers `order` says: its element i is the
-        row of the batch that stands i-th in the pieces; rows from `num_rows` on, which it may have, are left out."""
+        row of the batch that stands i-th in the pieces."""
         counts = [len(piece.offsets) - 1 for piece in pieces]
         piece_of_row = np.repeat(np.arange(len(pieces), dtype=np.int32), counts)
         row_in_piece = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
@@ -274,10 +274,7 @@ def positions(offsets: Rows, rows: Rows) -> slice | Rows:
     """Return where in a flat array the tokens of `rows` are: a slice where the rows follow one another."""
     if len(rows) and bool((np.diff(rows) == 1).all()):
         return slice(int(offsets[rows[0]]), int(offsets[rows[-1] + 1]))
-    lengths = offsets[rows + 1] - offsets[rows]
-    begins = np.cumsum(lengths) - lengths
-    found: Rows = np.arange(int(lengths.sum())) + np.repeat(offsets[rows] - begins, lengths)
-    return found
+    return ranges(offsets[rows], offsets[rows + 1] - offsets[rows])
 
 
 def count_by_row(flags: NDArray[np.bool_], row_offsets: Rows) -> Rows:

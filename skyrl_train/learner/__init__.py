@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from skyrl_train.learner.critic import CriticLearner as CriticLearner
     from skyrl_train.learner.engine import ModelEngine as ModelEngine
     from skyrl_train.learner.optimizer import AdamWStep as AdamWStep, build_optimizer as build_optimizer
-    from skyrl_train.learner.passes import Planned as Planned
     from skyrl_train.learner.policy import PolicyLearner as PolicyLearner
     from skyrl_train.learner.profiling import Profiler as Profiler
     from skyrl_train.learner.reference import BaseOfAdapter as BaseOfAdapter

@@ -186,6 +186,7 @@ class ModelEngine:
         self._activate()
         if self.profiler is not None:
             self.profiler.begin(batch.metadata.global_step)
+        # `optimizer` refuses a model that is only scored, before a gradient takes its memory.
         step = self.num_optimizer_steps if self.optimizer else 0
         # Ahead of the pass: one that fails half way has added to the
         # gradient, too, and no checkpoint may be written beside it.

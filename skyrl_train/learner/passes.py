@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from skyrl_train.batch import ROUTED, TrainingInputBatch
+from skyrl_train.batch import ROUTED, TrainingInputBatch, token_positions
 from skyrl_train.batch.layouts import Layout, make_layout, merge_counts
-from skyrl_train.batch.planner import MemoryAwareBatchIterator, reduction_schedule
+from skyrl_train.batch.planner import MemoryAwareBatchIterator, MicroBatch, reduction_schedule
 from skyrl_train.batch.steps import rows_with_loss
-from skyrl_train.config.fields import LayoutChoice, LayoutName
+from skyrl_train.config.fields import LayoutChoice
 from skyrl_train.distributed import ModelStrategy
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.memory.meter import MemoryMeter
@@ -50,22 +50,6 @@ ScoreRows = Callable[[Tensor, TrainingInputBatch, Layout], Tensor]
 """`(hidden [positions, hidden], rows, layout) -> [rows, len]`."""
 LossOfRows = Callable[[Tensor, TrainingInputBatch, Layout], tuple[Tensor, StepMetrics]]
 """`(hidden [positions, hidden], rows, layout) -> (sum of weighted token losses, metrics)`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """Rows that one forward will compute, and in which layout."""
-
-    batch: TrainingInputBatch
-    rows: Tensor
-    """int64: which rows of the batch these are; empty for a dummy."""
-    layout: LayoutName
-
-    def by_adapter(self) -> Planned:
-        """With the rows of each adapter together."""
-        # An adapted layer computes each run of one adapter in one product: the fewer runs, the larger they are.
-        order = torch.argsort(self.batch["adapter_index"], stable=True)
-        return replace(self, batch=self.batch.take(order), rows=self.rows[order])
 
 
 class CurrentForward:
@@ -114,7 +98,7 @@ class Passes:
         """Where passes are computed; parameters that are kept in host memory come there layer by layer."""
         return self.strategy.device or next(self.model.parameters()).device
 
-    def plan(self, batch: TrainingInputBatch, *, training: bool) -> list[Planned]:
+    def plan(self, batch: TrainingInputBatch, *, training: bool) -> list[MicroBatch]:
         """The forwards of `batch`, of the rows that have loss tokens alone; as many on each rank (a collective).
 
         Raises BatchError for a token id that the model has no embedding for.
@@ -125,13 +109,13 @@ class Passes:
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
         parts = self.micro_batching.iterate(kept, training=training, agree=self.strategy.agree)
-        planned = [Planned(batch=part.batch, rows=rows[part.rows], layout=part.layout) for part in parts]
+        planned = [replace(part, rows=rows[part.rows]) for part in parts]
         return [each.by_adapter() for each in planned] if "adapter_index" in batch else planned
 
     @torch.no_grad()
     def score(
         self,
-        planned: Sequence[Planned],
+        planned: Sequence[MicroBatch],
         batch: TrainingInputBatch,
         score: ScoreRows,
         *,
@@ -145,12 +129,12 @@ class Passes:
             with self._computing(part) as (rows, layout):
                 padded = self._compute(score, rows, layout)
                 if len(part.rows) and self.without_memory is None:
-                    found.append((_token_indices(batch, part.rows), rows.from_padded(padded)))
+                    found.append((token_positions(batch.row_offsets, part.rows), rows.from_padded(padded)))
         for places, values in found:  # after the last forward, so that the host waits for the device once
             scores[places] = values.to("cpu", scores.dtype)
         return scores
 
-    def accumulate(self, planned: Sequence[Planned], loss_of: LossOfRows, *, step: int) -> tuple[StepMetrics, str]:
+    def accumulate(self, planned: Sequence[MicroBatch], loss_of: LossOfRows, *, step: int) -> tuple[StepMetrics, str]:
         """Adds the gradient of the sum of `loss_of` over the planned forwards. `step` is the optimizer step, from which
         dropout's randomness is derived.
 
@@ -177,7 +161,7 @@ class Passes:
         return merge_metrics(metrics), _first_non_finite(losses, planned)
 
     @contextmanager
-    def _computing(self, part: Planned) -> Iterator[tuple[TrainingInputBatch, Layout]]:
+    def _computing(self, part: MicroBatch) -> Iterator[tuple[TrainingInputBatch, Layout]]:
         """The part on the device, its layout made; what is allocated inside counts."""
         longest = int(part.batch.lengths.max())
         # Said before the layout is made, for which memory may run out
@@ -267,7 +251,7 @@ class Passes:
         return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
 
 
-def _first_non_finite(losses: Sequence[Tensor], planned: Sequence[Planned]) -> str:
+def _first_non_finite(losses: Sequence[Tensor], planned: Sequence[MicroBatch]) -> str:
     """The first loss that is not finite and where it was; empty where all are."""
     values = torch.stack(list(losses)).tolist() if losses else []
     for value, part in zip(values, planned):
@@ -288,11 +272,3 @@ def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:
             f"token id {int(ids[token])} in a row of {batch.metadata.uids[row]!r}, but the model's vocabulary has "
             f"{vocabulary} entries. Were these rollouts made with another tokenizer?"
         )
-
-
-def _token_indices(batch: TrainingInputBatch, rows: Tensor) -> Tensor:
-    """Positions in the flat columns of `batch` of the tokens of `rows`, row after row."""
-    lengths = batch.lengths[rows]
-    starts = batch.row_offsets[:-1][rows]
-    before = torch.cumsum(lengths, 0) - lengths
-    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)

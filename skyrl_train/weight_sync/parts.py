@@ -205,4 +205,5 @@ def _put_changes(box: Tensor, data: Tensor, count: int) -> None:
     # A view, but a copy of a box that is some columns of its parameter: that has to be written back.
     values = box.flatten()
     values[indices.to(values.device)] = data[index_bytes(count) :].view(box.dtype).to(values.device)
-    box.copy_(values.view(box.shape))
+    if not box.is_contiguous():
+        box.copy_(values.view(box.shape))

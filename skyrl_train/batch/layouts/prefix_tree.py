@@ -40,11 +40,6 @@ class PrefixOrder:
     shared: list[int]
     """How many first tokens each has in common with the row before it in this order; 0 for the first."""
 
-    @property
-    def num_distinct(self) -> int:
-        """Nodes of the prefix tree: tokens that differ in themselves or in what comes before them."""
-        return sum(self.lengths) - sum(self.shared)
-
 
 def prefix_order(rows: Sequence[NDArray[np.int32]]) -> PrefixOrder:
     """Sorts rows of token ids (at least 0)."""

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.references import Arrays, ArraysHere, Rows
+from skyrl_train.batch.batch_metadata import Rows
+from skyrl_train.batch.references import Arrays, ArraysHere
 from skyrl_train.types import (
     Failure,
     FailureKind,

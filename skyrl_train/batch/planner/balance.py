@@ -59,13 +59,13 @@ def shard_rows(rows: RowFacts, num_ranks: int, cost: CostModel) -> tuple[list[Ro
     in_tree = rows.layout in ("prefix_shared", "auto")
     again = cost.of_rows(groups.shared, in_tree=in_tree)
     own = cost.of_rows(groups.lengths, in_tree=in_tree) - again
-    found = balance_groups(own, again, groups.starts, num_ranks)
+    by_rank, loads = balance_groups(own, again, groups.starts, num_ranks)
     # Rows of a rank keep the order of the batch, so that it does not matter in which order groups were assigned.
-    shares = [np.sort(groups.rows[places]) for places in found.places]
+    shares = [np.sort(groups.rows[places]) for places in by_rank]
     # A rank without rows gets a dummy row, since it has to take part in the collectives of the others.
     for number, rank in enumerate(rank for rank, each in enumerate(shares) if len(each) == 0):
         shares[rank] = np.array([rows.num_rows + number])
-    return shares, found.loads
+    return shares, loads
 
 
 @dataclass(frozen=True)
@@ -191,20 +191,11 @@ def best_swap(
     return float(after[which, column]), column, int(candidates[which, column])
 
 
-@dataclass(frozen=True, kw_only=True)
-class BalancedGroups:
-    """Indices into the given order, by rank."""
-
-    places: list[Rows]
-    """Of each rank, ascending; a rank may have none."""
-    loads: Costs
-    """`[ranks]`: work of each, with what is computed again."""
-    num_cuts: int
-    """Parts that groups were cut into, beyond one each."""
-
-
-def balance_groups(own: Costs, again: Costs, starts: Rows, num_ranks: int) -> BalancedGroups:
+def balance_groups(own: Costs, again: Costs, starts: Rows, num_ranks: int) -> tuple[list[Rows], Costs]:
     """Assign rows in groups `[starts[g], starts[g + 1])` of an order.
+
+    Returns the indices into that order that each rank has, ascending and perhaps none, and `[ranks]` the work of each, with
+    what is computed again.
 
     `own` `[rows]`: cost of each row where the rows of its group before it are on the same rank. `again` `[rows]`: what
     it costs more where they are not. O(rows + groups log groups).
@@ -225,11 +216,7 @@ def balance_groups(own: Costs, again: Costs, starts: Rows, num_ranks: int) -> Ba
     runs = [[np.empty(0, dtype=np.int64)] for _ in range(num_ranks)]
     for (start, stop), rank in zip(pairwise(pieces.bounds.tolist()), pieces.owner.tolist()):
         runs[rank].append(np.arange(start, stop))
-    return BalancedGroups(
-        places=[np.concatenate(parts) for parts in runs],
-        loads=pieces.loads,
-        num_cuts=len(pieces.bounds) - len(starts),
-    )
+    return [np.concatenate(parts) for parts in runs], pieces.loads
 
 
 @dataclass(frozen=True)

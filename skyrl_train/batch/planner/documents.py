@@ -41,8 +41,6 @@ class DocumentStep:
     """Reached over all ranks: the denominator."""
     overshoot: int
     """Documents beyond the target; 0 also where the batch ended short of it."""
-    num_documents_before: int
-    """Of the same batch, consumed by earlier steps."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ def document_steps(
                 num_rounds=num_rounds,
                 num_documents=count,
                 overshoot=max(0, count - docs_per_step),
-                num_documents_before=taken,
             )
         )
         taken += count

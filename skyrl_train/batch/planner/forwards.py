@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skyrl_train.batch.batch_metadata import Rows
+from skyrl_train.batch.batch_metadata import Rows, ranges
 from skyrl_train.batch.layouts.cost import CostModel
 from skyrl_train.batch.planner.documents import Admits
 from skyrl_train.batch.planner.rows import NO_LIMIT, Forward, Planner, RowFacts, checked_forwards, facts_of
-from skyrl_train.batch.planner.splits import pieces, ranges, split_packed, split_padded, split_rows
+from skyrl_train.batch.planner.splits import pieces, split_packed, split_padded, split_rows
 from skyrl_train.config import MicroBatchConfig
 from skyrl_train.config.fields import LayoutChoice, LayoutName
 from skyrl_train.errors import BatchError
@@ -255,6 +255,12 @@ class MicroBatch:
     """int64: which rows of the rank's batch these are; empty where a dummy row keeps step with other ranks."""
     layout: LayoutName
     """How they lie in the forward: what `auto` left open is decided here."""
+
+    def by_adapter(self) -> MicroBatch:
+        """Return it with the rows of each adapter together."""
+        # An adapted layer computes each run of one adapter in one product: the fewer runs, the larger they are.
+        order = self.batch["adapter_index"].argsort(stable=True)
+        return replace(self, batch=self.batch.take(order), rows=self.rows[order])
 
 
 @dataclass

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from skyrl_train.batch.batch_metadata import Rows
+from skyrl_train.batch.batch_metadata import Rows, ranges
 
 _LEVEL_ENOUGH = 0.98
 """A packing this full on average is level already."""
@@ -270,13 +270,6 @@ def _bins_of_kinds(starts: Rows, takes: Rows, kinds: Rows) -> _Packed:
     first = starts[run] + takes[run] * np.repeat(number, num_lengths[kind])
     sizes = np.add.reduceat(takes, np.cumsum(num_lengths) - num_lengths)[kind]
     return _Packed(ranges(first, takes[run]), np.cumsum(sizes) - sizes)
-
-
-def ranges(starts: Rows, sizes: Rows) -> Rows:
-    """`starts[0], starts[0] + 1, ...` (`sizes[0]` of them), then the same from `starts[1]`, and so on."""
-    ends = np.cumsum(sizes)
-    numbers: Rows = np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)
-    return numbers
 
 
 def pieces(values: Rows, begins: Rows) -> list[Rows]:

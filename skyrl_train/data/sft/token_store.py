@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.batch import ranges
 from skyrl_train.images import Image, ImageSpan, ImageSpans
 from skyrl_train.system.files import bring_to_disk, cache_folder, sync_folder, write_json
 
@@ -162,14 +163,6 @@ class ExampleSet:
         number = int(np.searchsorted(self._first, index, side="right")) - 1
         part = self.parts[number]
         return part, int(part.rows[index - self._first[number]])
-
-
-def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """`starts[0], starts[0] + 1, ...` (`lengths[0]` of them), then the same from `starts[1]`, and so on."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    result: Ints = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
-    return result
 
 
 def store_of(examples: Examples) -> TokenStore:

@@ -42,6 +42,22 @@ def test_counted_trajectories_weigh_what_copies_of_them_do(reduction: str) -> No
     assert whole == pytest.approx(by_copies, abs=1e-15)
 
 
+def test_advantages_are_normalized_over_the_copies() -> None:
+    batch = batch_of_six()
+    batch = batch.with_columns(advantages=torch.arange(len(batch["advantages"]), dtype=torch.float32))
+    rows = [row for row, count in enumerate(COUNTS) for _ in range(count)]
+    counted, copied = (
+        close_mini_batch(
+            each, loss_reduction="token_mean", max_sequence_length_for_norm=9, normalize_advantages=True
+        ).batch
+        for each in (batch.with_columns(sample_count=torch.tensor(COUNTS, dtype=torch.int32)), batch.take(rows))
+    )
+    for place, row in enumerate(rows):
+        torch.testing.assert_close(
+            counted.take([row])["advantages"], copied.take([place])["advantages"], rtol=0, atol=0
+        )
+
+
 @pytest.mark.parametrize("reduction", sorted(LOSS_REDUCTIONS))
 def test_all_turns_of_a_trajectory_count_as_often_as_the_trajectory_in_one_row(reduction: str) -> None:
     weights, counts = {}, {}
