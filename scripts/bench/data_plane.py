@@ -10,6 +10,8 @@ object store; `--by-value` asks them for each row, whose tokens and log-probabil
 
     driver CPU      of the process of the loop, all threads, of the best step; what is fixed per call is in it
     of it idle      what as many seconds cost that process while nobody asks it for anything: Ray's threads
+    driver calls    of Python functions in the loop's thread in a step: unlike seconds, no neighbour changes their number;
+                    a longer step looks more often whether its actors live
     driver memory   what Python and numpy hold of a step's rollouts and rows when its update ends, by tracemalloc
     rows/s          of a whole step, log flushed; on a machine whose cores are fewer than the engines and ranks together
     writer CPU      of the process that writes a step's log, while it does nothing else, a token
@@ -19,8 +21,10 @@ object store; `--by-value` asks them for each row, whose tokens and log-probabil
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import importlib
+import pstats
 import sys
 import tempfile
 import time
@@ -74,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     placement = PlacementConfig(backend="ray", start_timeout_s=600.0, call_timeout_s=600.0)
     session = RaySession(placement, num_cpus=8, name="bench", largest_bucket_bytes=2 * 10**9)
     table = harness.Table(
-        *("tokens a row", "rows", "driver CPU us/row", "of it idle", "driver bytes/row", "rows/s"),
+        *("tokens a row", "rows", "driver CPU us/row", "of it idle", "driver calls", "driver bytes/row", "rows/s"),
         *("writer CPU ns/token", "worker CPU ns/token", "MB stored"),
         title="every token through the loop" if args.by_value else "by reference",
     )
@@ -212,9 +216,11 @@ class Run:
                 for verb, seconds in self._verbs.items():
                     sys.stdout.write(f"{tokens:>8,} {verb:<10} {1e6 * min(seconds[1:]) / rows:8.1f} us/row\n")
             self._verbs.clear()
+            profile = cProfile.Profile()
+            profile.runcall(self._step, args.steps + 2, config, log, per_engine, prompts, tokens)
             gc.collect()
             tracemalloc.start()
-            held = self._step(args.steps + 2, config, log, per_engine, prompts, tokens)
+            held = self._step(args.steps + 3, config, log, per_engine, prompts, tokens)
             gc.collect()
             memory, stored = tracemalloc.get_traced_memory()[0], used_bytes()
             tracemalloc.stop()
@@ -226,6 +232,7 @@ class Run:
             f"{rows:,}",
             f"{1e6 * cpu / rows:.0f}",
             f"{1e6 * idle / rows:.0f}",
+            f"{pstats.Stats(profile).total_calls:,}",  # type: ignore[attr-defined]
             f"{memory / rows:.0f}",
             f"{rows / min(wall for _, wall in found):.0f}",
             f"{1e9 * writer / (rows * tokens):.0f}",

@@ -30,6 +30,8 @@ HEALTH = "health"
 SAVES = "saves"
 """The one in which a learner's ranks write checkpoints beside whatever else they do, one at a time."""
 _POLL_S = 0.5
+_MOST_POLL_S = 4.0
+"""A call that takes long is looked at ever more rarely, at last once in so long: each look wakes Ray's threads."""
 _SETTLE_S = 2.0
 """After a first failure: how long others may take to say that they failed before it."""
 _ASKED_S = 2.0
@@ -191,8 +193,13 @@ class Watch:
         pending = dict(zip(refs, actors))
         ends_at = started + self._timeout_s
         failed, broken_off = False, False
+        poll_s, most_s = _POLL_S, min(_MOST_POLL_S, max(_POLL_S, self._silence_timeout_s / 10))
         while pending and not failed:
-            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S)
+            done, _ = ray.wait(
+                list(pending), num_returns=len(pending), timeout=min(poll_s, max(0.0, ends_at - time.monotonic()))
+            )
+            # While answers come in, an error may be among the next: it is not to wait for a long look.
+            poll_s = _POLL_S if done else min(poll_s * 1.25, most_s)
             for ref in done:
                 del pending[ref]
                 if isinstance(error := _error_of(ref), CollectiveError) and not broken_off:
