@@ -204,7 +204,7 @@ STRATEGIES = Seam(
     },
     given=("ranks",),
 )
-"""`(RankSettings) -> ModelStrategy`, on each rank; see `distributed/strategy.py`."""
+"""`(RankContext) -> ModelStrategy`, on each rank; see `distributed/strategy.py`."""
 
 MODEL_LOADERS = Seam(
     "model.loader",

@@ -31,7 +31,7 @@ from update_ours import Ours
 from update_work import Conversation, ModelSize, single_turn, step_wise
 
 from skyrl_train.config.models import StrategyConfig, mesh_sizes
-from skyrl_train.distributed import RankMesh, RankSettings, join, make_strategy
+from skyrl_train.distributed import RankContext, RankMesh, join, make_strategy
 from skyrl_train.endpoints import Rendezvous
 
 SMALL = ModelSize(64, 2, 2, 2, 128, 128)
@@ -122,7 +122,7 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
     join(meeting, torch.device("cpu"))
     config = StrategyConfig(name="fsdp2")
     mesh = RankMesh(sizes=mesh_sizes(config, ranks), device_type="cpu")
-    settings = RankSettings(num_ranks=ranks, device=torch.device("cpu"), dtype=torch.float32, mesh=mesh)
+    settings = RankContext(num_ranks=ranks, device=torch.device("cpu"), dtype=torch.float32, mesh=mesh)
     strategy = make_strategy(config, settings)
     counted = count_update(SMALL, _answers(128, prompts=2, samples=4), strategy=strategy)
     if not rank:

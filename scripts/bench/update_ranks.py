@@ -20,7 +20,7 @@ from update_ours import Ours
 from update_work import KINDS, SIZES
 
 from skyrl_train.config.models import StrategyConfig, mesh_sizes
-from skyrl_train.distributed import RankMesh, RankSettings, join, make_strategy
+from skyrl_train.distributed import RankContext, RankMesh, join, make_strategy
 from skyrl_train.endpoints import Rendezvous
 
 _DEADLINE_S = 600.0
@@ -65,7 +65,7 @@ def _rank(rank: int, args: Any, variant: str, expert_parallel: int, ahead: int, 
     config = StrategyConfig(name="fsdp2", expert_parallel_size=expert_parallel, layers_ahead=ahead)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     mesh = RankMesh(sizes=mesh_sizes(config, args.ranks), device_type=device.type)
-    settings = RankSettings(num_ranks=args.ranks, device=device, dtype=dtype, mesh=mesh, layers_ahead=ahead)
+    settings = RankContext(num_ranks=args.ranks, device=device, dtype=dtype, mesh=mesh, layers_ahead=ahead)
     size = SIZES[args.model]
     strategy = make_strategy(config, settings)
     ours = Ours(

@@ -17,7 +17,7 @@ from skyrl_train.endpoints import Endpoint, Pending, Phase, method_name
 from skyrl_train.weight_sync import (
     DeviceSharing,
     Receiver,
-    RouteSettings,
+    RouteContext,
     SyncRecords,
     UpdatableEngine,
     WeightSync,
@@ -151,7 +151,7 @@ def measure_driver(num_ranks: int, *, syncs: int) -> list[tuple[float, int, int]
     ranks = Fakes(WeightSender, [Rank(rank, num_ranks) for rank in range(num_ranks)], "ranks-")
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        settings = RouteSettings(files=Path(folder), node_folder=Path(folder), timeout_s=60.0)
+        settings = RouteContext(files=Path(folder), node_folder=Path(folder), timeout_s=60.0)
         sync = WeightSync(lambda: engines, transports.broadcast, settings, DeviceSharing(), SyncRecords(None))
         weights = ModelWeights(ranks, scores=lambda _: None)  # type: ignore[arg-type,return-value]
         for version in range(syncs):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from skyrl_train.distributed.strategy import (
         GradientSync as GradientSync,
         ModelStrategy as ModelStrategy,
-        RankSettings as RankSettings,
+        RankContext as RankContext,
         Replicated as Replicated,
         Sharded as Sharded,
         SingleProcess as SingleProcess,

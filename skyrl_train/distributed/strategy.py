@@ -52,7 +52,7 @@ GradientSync = Literal["auto", "step", "micro_batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSettings:
+class RankContext:
     """What a strategy is made from, in each process, after its ranks have joined the default process group."""
 
     num_ranks: int
@@ -336,17 +336,17 @@ class Sharded(ManyRanks):
         return gather_whole(tensors, dtypes, self._device)
 
 
-def single(ranks: RankSettings) -> ModelStrategy:  # noqa: ARG001
+def single(ranks: RankContext) -> ModelStrategy:  # noqa: ARG001
     """One process: nothing is spread."""
     return SingleProcess()
 
 
-def ddp(ranks: RankSettings) -> ModelStrategy:
+def ddp(ranks: RankContext) -> ModelStrategy:
     """A replica per rank; gradients are summed once per optimizer step."""
     return Replicated(ranks.group, mesh=ranks.mesh)
 
 
-def fsdp2(ranks: RankSettings) -> ModelStrategy:
+def fsdp2(ranks: RankContext) -> ModelStrategy:
     """Parameters, gradients and optimizer state sharded over the ranks."""
     return Sharded(
         device=ranks.device,
@@ -359,7 +359,7 @@ def fsdp2(ranks: RankSettings) -> ModelStrategy:
     )
 
 
-def make_strategy(config: StrategyConfig, ranks: RankSettings) -> ModelStrategy:
+def make_strategy(config: StrategyConfig, ranks: RankContext) -> ModelStrategy:
     """Return what `strategy.name` chooses. Raises ConfigError where a custom part makes something else."""
     made = STRATEGIES.resolve(config.name)(ranks)
     if not isinstance(made, ModelStrategy):

@@ -15,7 +15,7 @@ from skyrl_train.batch.layouts import CostModel
 from skyrl_train.batch.planner import make_micro_batch_strategy
 from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import ModelConfig, PlatformConfig, mesh_sizes
-from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SequenceGroup, SingleProcess, make_strategy
+from skyrl_train.distributed import ModelStrategy, RankContext, RankMesh, SequenceGroup, SingleProcess, make_strategy
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
@@ -63,7 +63,7 @@ def build_strategy(settings: LearnerSettings, device: torch.device, *, num_ranks
     chosen = settings.strategy
     size = chosen.sequence_parallel_size
     sizes, deadline = mesh_sizes(chosen, num_ranks), settings.collective_timeout_s
-    ranks = RankSettings(
+    ranks = RankContext(
         num_ranks=num_ranks,
         device=device,
         dtype=_compute_dtype(settings.model),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyrl_train.batch.steps import MiniBatch, stage
 from skyrl_train.config.models import StrategyConfig, mesh_sizes
-from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SequenceGroup, join, leave, make_strategy
+from skyrl_train.distributed import ModelStrategy, RankContext, RankMesh, SequenceGroup, join, leave, make_strategy
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.model.parallel import all_gather, reduce_scatter
 from skyrl_train.selftest.cases import Context, SkipCase
@@ -180,7 +180,7 @@ def strategy_step(context: Context, *, name: str, dtype: str) -> str:
 def _strategy(chosen: StrategyConfig, context: Context, device: torch.device, *, dtype: torch.dtype) -> ModelStrategy:
     """What spreads the model, on a rank that has joined the others."""
     size = chosen.sequence_parallel_size
-    ranks = RankSettings(
+    ranks = RankContext(
         num_ranks=context.num_ranks,
         device=device,
         dtype=dtype,

@@ -31,6 +31,6 @@ if TYPE_CHECKING:
         SyncRecords as SyncRecords,
         WeightSync as WeightSync,
     )
-    from skyrl_train.weight_sync.transports import Route as Route, RouteSettings as RouteSettings
+    from skyrl_train.weight_sync.transports import Route as Route, RouteContext as RouteContext
 
 __getattr__ = lazily(__name__)

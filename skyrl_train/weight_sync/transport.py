@@ -13,7 +13,7 @@ from skyrl_train.endpoints import Endpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine, wire_dtype
-from skyrl_train.weight_sync.transports import Route, RouteSettings, Transport, shared_memory
+from skyrl_train.weight_sync.transports import Route, RouteContext, Transport, shared_memory
 from skyrl_train.weights import Bucket, ModelWeights, Update
 
 PROBED_SYNCS = 10
@@ -93,7 +93,7 @@ class WeightSync:
         self,
         engines: Callable[[], Endpoint[UpdatableEngine]],
         transport: Transport,
-        settings: RouteSettings,
+        settings: RouteContext,
         sharing: DeviceSharing,
         records: SyncRecords,
         *,

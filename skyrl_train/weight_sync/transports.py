@@ -27,7 +27,7 @@ from skyrl_train.weights import Bucket, ModelWeights, StreamPlan, WeightSender, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouteSettings:
+class RouteContext:
     """What is known of a way from a model to engines before either is there."""
 
     files: Path
@@ -52,7 +52,7 @@ class Route:
     """All workers of these engines, equally many of each."""
     version: int
     """Of the weights that are brought, which engines serve afterwards."""
-    settings: RouteSettings
+    settings: RouteContext
     kept: dict[str, Any]
     """What a transport keeps from one sync to the next."""
 

@@ -28,7 +28,7 @@ from skyrl_train.errors import ActorLostError, EngineError, SaveError
 from skyrl_train.interfaces import Generator
 from skyrl_train.runs.construction import engine_settings, rollouts_beside
 from skyrl_train.types import RolloutBatch, SamplingParams
-from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync
+from skyrl_train.weight_sync import DeviceSharing, RouteContext, SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import auto
 from tests.support.engines_apart import MadeUp, tell, texts_of
 from tests.support.ray_learners import SLOT, make_config
@@ -80,7 +80,7 @@ def running(session: RaySession, folder: Path, *, engines: int = 2, max_restarts
         rollouts=partial(rollouts_beside, config),
     )
     sharing = DeviceSharing(group.living, wait_ready=group.wait_ready)
-    settings = RouteSettings(files=folder / "weights", node_folder=folder, timeout_s=60.0)
+    settings = RouteContext(files=folder / "weights", node_folder=folder, timeout_s=60.0)
     updates = WeightSync(group.for_update, auto, settings, sharing, SyncRecords(folder / "sync.jsonl"))
     engine = GroupEngine(group, sharing, updates, silence_timeout_s=60.0)
     rollouts = GroupRollouts(engine, folder / "segments", max_failed_fraction=0.5)

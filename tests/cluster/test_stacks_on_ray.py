@@ -17,7 +17,7 @@ from skyrl_train.errors import ActorLostError
 from skyrl_train.runs.construction import engine_settings
 from skyrl_train.telemetry.logs import stacks
 from skyrl_train.types import GenerationRequest, SamplingParams
-from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync
+from skyrl_train.weight_sync import DeviceSharing, RouteContext, SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import auto
 from tests.support.command_runs import RAY, start_command, wait_for
 from tests.support.ray_learners import SLOT, make_config
@@ -77,7 +77,7 @@ def test_an_engine_that_hangs_is_told_with_the_others_before_it_is_ended(
     config = replace(config, generator=replace(config.generator, backend="hf"), output_dir=str(tmp_path))
     group = EngineGroup("hf", engine_settings(config), config.placement, session, [SLOT], num_threads=1, max_restarts=0)
     sharing = DeviceSharing(group.living, wait_ready=group.wait_ready)
-    routes = RouteSettings(files=tmp_path / "weights", node_folder=tmp_path, timeout_s=60.0)
+    routes = RouteContext(files=tmp_path / "weights", node_folder=tmp_path, timeout_s=60.0)
     updates = WeightSync(group.for_update, auto, routes, sharing, SyncRecords(tmp_path / "sync.jsonl"))
     engine = GroupEngine(group, sharing, updates, silence_timeout_s=3.0)
     group.wait_ready()

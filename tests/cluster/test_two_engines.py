@@ -24,7 +24,7 @@ from skyrl_train.model import load_causal_lm, load_tokenizer
 from skyrl_train.rollout import RolloutGenerator
 from skyrl_train.runs.construction import engine_settings
 from skyrl_train.types import GenerationOutput, GenerationRequest, RolloutBatch, SamplingParams, Trajectory
-from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync
+from skyrl_train.weight_sync import DeviceSharing, RouteContext, SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import auto
 from skyrl_train.weights import stored_weights
 from tests.support.ray_learners import SLOT, make_config
@@ -90,7 +90,7 @@ def rollouts(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> I
         "vllm", engine_settings(config), config.placement, session, [SLOT] * 2, num_threads=1, max_restarts=1
     )
     sharing = DeviceSharing(group.living, wait_ready=group.wait_ready)
-    settings = RouteSettings(files=folder / "weights", node_folder=folder, timeout_s=60.0)
+    settings = RouteContext(files=folder / "weights", node_folder=folder, timeout_s=60.0)
     updates = WeightSync(group.for_update, auto, settings, sharing, SyncRecords(folder / "sync.jsonl"))
     pool = GroupEngine(group, sharing, updates, silence_timeout_s=60.0)
     weights = {name: each.detach() for name, each in load_causal_lm(config.model, "cpu").named_parameters()}

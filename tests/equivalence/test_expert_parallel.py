@@ -15,7 +15,7 @@ from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import MiniBatch, stage
 from skyrl_train.config.fields import LayoutName
 from skyrl_train.config.models import ModelConfig, OptimizerConfig, StrategyConfig, mesh_sizes
-from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SingleProcess, make_strategy
+from skyrl_train.distributed import ModelStrategy, RankContext, RankMesh, SingleProcess, make_strategy
 from skyrl_train.learner import ModelEngine, PolicyLearner
 from skyrl_train.model.parallel import check_experts, follow_routing
 from tests.support.gloo_ranks import on_ranks
@@ -98,7 +98,7 @@ def strategy(name: str) -> ModelStrategy:
     expert, fsdp = (int(sizes[number]) if len(sizes) > number else default for number, default in enumerate((1, 0)))
     config = StrategyConfig(name=kind, expert_parallel_size=expert, fsdp_size=fsdp)
     mesh = RankMesh(sizes=mesh_sizes(config, dist.get_world_size()), device_type="cpu")
-    ranks = RankSettings(
+    ranks = RankContext(
         num_ranks=dist.get_world_size(),
         device=CPU,
         dtype=torch.float64,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skyrl_train.config.models import StrategyConfig, mesh_sizes
-from skyrl_train.distributed import ModelStrategy, RankMesh, RankSettings, SingleProcess, make_strategy as strategy_of
+from skyrl_train.distributed import ModelStrategy, RankContext, RankMesh, SingleProcess, make_strategy as strategy_of
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance
 from tests.support.moe_cases import EXPERTS
@@ -31,7 +31,7 @@ AXES = {
 def divided_experts() -> ModelStrategy:
     config = StrategyConfig(name="ddp", expert_parallel_size=2)
     mesh = RankMesh(sizes=mesh_sizes(config, 2), device_type="cpu")
-    ranks = RankSettings(num_ranks=2, device=torch.device("cpu"), dtype=torch.float64, mesh=mesh, cpu_offload=False)
+    ranks = RankContext(num_ranks=2, device=torch.device("cpu"), dtype=torch.float64, mesh=mesh, cpu_offload=False)
     return strategy_of(config, ranks)
 
 

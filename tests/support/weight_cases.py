@@ -12,7 +12,7 @@ from skyrl_train.config import Config
 from skyrl_train.model import load_tokenizer
 from skyrl_train.parts import WEIGHT_TRANSPORTS
 from skyrl_train.runs.construction import build_probe, engine_settings
-from skyrl_train.weight_sync import DeviceSharing, RouteSettings, SyncRecords, WeightSync
+from skyrl_train.weight_sync import DeviceSharing, RouteContext, SyncRecords, WeightSync
 from skyrl_train.weights import Bucket, stored_weights
 
 
@@ -36,7 +36,7 @@ def sync_of(
     """As of a run whose engines share no devices with the models; each sync is verified."""
     vocabulary = len(load_tokenizer(config.model))
     probe = build_probe(group.living, sharing, engine_settings(config), vocabulary=vocabulary)
-    settings = RouteSettings(files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0)
+    settings = RouteContext(files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0)
     records = SyncRecords(file, probe if verified else None)
     transport = WEIGHT_TRANSPORTS.resolve(name)
     return WeightSync(

@@ -113,11 +113,8 @@ def close_mini_batch(
     closed = batch.with_spread("loss_weights", row_weights)
     if normalize_advantages:
         # What was drawn k times weighs as k copies in the loss, and so in mean and variance.
-        drawn = batch["sample_count"] if "sample_count" in batch else None
-        drawn_by_token = None if drawn is None else torch.repeat_interleave(drawn, batch.lengths)
-        closed = closed.with_columns(
-            advantages=whiten(batch["advantages"], tokens_with_loss(batch), copies=drawn_by_token)
-        )
+        drawn = torch.repeat_interleave(batch["sample_count"], batch.lengths) if "sample_count" in batch else None
+        closed = closed.with_columns(advantages=whiten(batch["advantages"], tokens_with_loss(batch), copies=drawn))
     return MiniBatch(batch=closed, denominators=counts.denominators)
 
 

@@ -23,7 +23,7 @@ from skyrl_train.parts import ENGINES, WEIGHT_TRANSPORTS
 from skyrl_train.registry import PartSpec
 from skyrl_train.weight_sync import (
     DeviceSharing,
-    RouteSettings,
+    RouteContext,
     SyncRecords,
     UpdatableEngine,
     WeightSync,
@@ -95,7 +95,7 @@ def sync_within_process(
 ) -> WeightSync:
     """Return what brings weights to an engine of this process. `folder`: of the run."""
     endpoint = LocalEndpoint(updatable(engine))
-    settings = RouteSettings(
+    settings = RouteContext(
         files=folder.absolute() / "weights", node_folder=Path(tempfile.gettempdir()), timeout_s=math.inf
     )
     carry = WEIGHT_TRANSPORTS.resolve(transport)
@@ -142,7 +142,7 @@ def weight_sync(
     return WeightSync(
         for_update or living,
         WEIGHT_TRANSPORTS.resolve(generator.weight_transport),
-        RouteSettings(
+        RouteContext(
             files=settings.output_dir / "weights",
             node_folder=node_folder or Path(tempfile.gettempdir()),
             timeout_s=placement.call_timeout_s,

@@ -15,7 +15,7 @@ from skyrl_train.config.models import PlacementConfig, StrategyConfig
 from skyrl_train.config.rules import validate_config
 from skyrl_train.distributed.fsdp import hold_whole_gradients, whole_gradients
 from skyrl_train.distributed.gather import own_box
-from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, Replicated, SingleProcess, make_strategy
+from skyrl_train.distributed.strategy import ModelStrategy, RankContext, Replicated, SingleProcess, make_strategy
 from skyrl_train.errors import ConfigError
 from tests.support.fake_ranks import as_rank
 from tests.support.gloo_ranks import on_ranks
@@ -57,15 +57,15 @@ def test_gradients_that_wait_for_their_sum_begin_as_zeros_of_the_whole_shape() -
 
 
 class Lone(SingleProcess):
-    def __init__(self, ranks: RankSettings, *, name: str = "") -> None:
+    def __init__(self, ranks: RankContext, *, name: str = "") -> None:
         self.settings, self.name = ranks, name
 
 
-def none(ranks: RankSettings) -> None:
+def none(ranks: RankContext) -> None:
     return None
 
 
-ALONE = RankSettings(num_ranks=1, device=torch.device("cpu"), dtype=torch.bfloat16)
+ALONE = RankContext(num_ranks=1, device=torch.device("cpu"), dtype=torch.bfloat16)
 
 
 def test_a_custom_strategy_is_told_of_its_ranks_and_given_its_arguments() -> None:

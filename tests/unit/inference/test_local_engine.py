@@ -29,7 +29,7 @@ from skyrl_train.weight_sync import (
     Probed,
     RankSender,
     Receiver,
-    RouteSettings,
+    RouteContext,
     SyncRecords,
     UpdatableEngine,
     WeightSync,
@@ -154,7 +154,7 @@ class Parts:
     ) -> WeightSync:
         records = SyncRecords(self.folder / "weight_sync.jsonl", lambda _, version: verify(version), verify_each=False)
         files = self.folder / "weights"
-        settings = RouteSettings(files=files, node_folder=self.folder, timeout_s=5.0)
+        settings = RouteContext(files=files, node_folder=self.folder, timeout_s=5.0)
         transport = WEIGHT_TRANSPORTS.resolve(way)
         return WeightSync(lambda: self.watched, transport, settings, self.sharing, records, **changes)
 

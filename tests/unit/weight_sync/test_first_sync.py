@@ -18,7 +18,7 @@ from skyrl_train.runs.construction import tolerance
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import UpdatableEngine
 from skyrl_train.weight_sync.transport import Probed, SyncRecords, WeightSync
-from skyrl_train.weight_sync.transports import RouteSettings, shared_memory
+from skyrl_train.weight_sync.transports import RouteContext, shared_memory
 from skyrl_train.weights import Bucket, stored_weights
 
 
@@ -40,7 +40,7 @@ def sync_in(folder: Path, verify: Callable[[int], Probed | None], *, each: bool 
     engine = LocalEndpoint[UpdatableEngine](FakeEngine())
     records = SyncRecords(folder / "weight_sync.jsonl", lambda _, version: verify(version), verify_each=each)
     sharing = DeviceSharing(None, shared=False, record_file=folder / "turns.jsonl")
-    settings = RouteSettings(files=folder / "weights", node_folder=folder, timeout_s=5.0)
+    settings = RouteContext(files=folder / "weights", node_folder=folder, timeout_s=5.0)
     return WeightSync(lambda: engine, shared_memory, settings, sharing, records)
 
 
@@ -98,7 +98,7 @@ def test_a_version_is_known_before_the_first_engine_answers_with_it(tmp_path: Pa
             return super().finish_update(version, num_tensors)
 
     engine = LocalEndpoint[UpdatableEngine](Asking())
-    settings = RouteSettings(files=tmp_path / "weights", node_folder=tmp_path, timeout_s=5.0)
+    settings = RouteContext(files=tmp_path / "weights", node_folder=tmp_path, timeout_s=5.0)
     transport = WeightSync(lambda: engine, shared_memory, settings, DeviceSharing(), SyncRecords(None))
     for version in range(2):
         transport.sync(stored_weights({"weight": torch.ones(4)}), version)
