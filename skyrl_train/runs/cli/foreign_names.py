@@ -268,8 +268,9 @@ class Converter:
         return self.values.get(name, default)
 
     def person(self, name: str, said: str) -> None:
-        """Leave a name to whoever reads the report."""
-        self.found.by_hand[name] = said
+        """Leave a name to whoever reads the report, which says already of one that a program computes that it is unknown."""
+        if name not in self.found.unknown:
+            self.found.by_hand[name] = said
 
 
 def _told_values(sentence: str) -> Iterator[tuple[str, str]]:

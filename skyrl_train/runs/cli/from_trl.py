@@ -99,7 +99,7 @@ def _steps(to: Converter, updates: int) -> None:
         elif value == "epoch":
             to.person(name, f"epoch: {setting} counts training batches")
     epochs = to.take("num_train_epochs")
-    if to.values.get("max_steps", -1) == -1:
+    if epochs is not None and to.values.get("max_steps", -1) == -1:
         to.set("trainer.epochs", int(epochs) if epochs == int(epochs) else epochs, "num_train_epochs")
 
 
@@ -114,8 +114,7 @@ def _loss_of(to: Converter) -> None:
         to.set("trainer.algorithm.loss_reduction", reductions[kind], "loss_type")
     else:
         to.person("loss_type", f"{kind}: trainer.algorithm.policy_loss and trainer.algorithm.loss_reduction")
-    if kind == "dr_grpo":
-        longest = to.values["max_completion_length"]
+    if kind == "dr_grpo" and (longest := to.values.get("max_completion_length")) is not None:
         to.set("trainer.algorithm.max_sequence_length_for_norm", longest, "loss_type")
     arguments = {name: to.take(name) for name in ("delta", "sapo_temperature_pos", "sapo_temperature_neg")}
     if level in ("sequence", "sequence_token"):

@@ -94,8 +94,8 @@ def convert_skyrl(to: Converter) -> None:
     if bonus:
         to.set(f"{section}.entropy_coef", weight, f"{section}.entropy_loss_coef")
     reduction(to, f"{section}.loss_reduction", take(f"{section}.loss_reduction", "token_mean"))
-    response = to.values["generator.sampling_params.max_generate_length"]
-    prompt = to.values["trainer.max_prompt_length"]
+    response = to.values.get("generator.sampling_params.max_generate_length")
+    prompt = to.values.get("trainer.max_prompt_length")
     context(to, take("generator.max_input_length", prompt), response, "generator.max_input_length")
     schedule(to, "trainer.policy.optimizer_config.scheduler")
     if "trainer.logger" in to.values:

@@ -355,6 +355,30 @@ def test_words_of_a_shell_are_read_and_what_it_computes_is_unknown(converted: Ca
     assert skyrl.unknown == {"trainer.run_name": "dapo_$(date +%s)"}
 
 
+@pytest.mark.parametrize(
+    ("trainer", "name", "text", "unknown"),
+    [
+        ("trl", "epochs.py", "GRPOConfig(num_train_epochs=args.epochs)", {"num_train_epochs"}),
+        ("trl", "loss.py", "GRPOConfig(loss_type=args.loss)", {"loss_type"}),
+        ("trl", "norm.py", "GRPOConfig(loss_type='dr_grpo', max_completion_length=n)", {"max_completion_length"}),
+        ("skyrl", "prompt.sh", "python -m main trainer.max_prompt_length=$(tokens)", {"trainer.max_prompt_length"}),
+        (
+            "skyrl",
+            "response.sh",
+            "python -m main generator.sampling_params.max_generate_length=$(tokens)",
+            {"generator.sampling_params.max_generate_length"},
+        ),
+    ],
+)
+def test_a_program_that_computes_what_others_follow_from_leaves_the_rest_to_be_converted(
+    trainer: str, name: str, text: str, unknown: set[str], converted: Callable[..., Migration]
+) -> None:
+    found = converted(trainer, name, text)
+    assert {*found.unknown} == unknown
+    assert unknown.isdisjoint(found.by_hand)
+    assert found.settings["trainer.policy.optimizer.lr"] == 1e-6
+
+
 def test_what_the_file_leaves_out_is_their_default_and_said(converted: Callable[..., Migration]) -> None:
     found = converted("skyrl", "gsm8k.yaml", SKYRL["gsm8k.yaml"])
     assert "generator.max_turns" in found.assumed
