@@ -59,6 +59,8 @@ run/restarts | count | Restarts of the run by itself after a lost worker. | from
 
 Figures = Mapping[str, float]
 """Metrics by name, as numbers."""
+Pictures = tuple[tuple[Callable[..., object], Path, Path], ...]
+"""What draws, of which record, and the image."""
 
 
 class TrainingLoop:
@@ -101,7 +103,7 @@ class TrainingLoop:
         self.observers, self.trackers, self._alerts = observers, trackers, alerts
         self.timer = StepTimer()
         self._models, self._data, self._checkpoints = models, data, checkpoints
-        self._pictures: tuple[tuple[Callable[..., object], Path, Path], ...] = (
+        self._pictures: Pictures = (
             (draw, folder.metrics_file, folder.learning_curve_file),
             (draw_timeline, folder.timeline_file, folder.timeline_image),
         )
@@ -212,8 +214,7 @@ class TrainingLoop:
             with self.saves.attempt():
                 self.trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
-                for picture in self._pictures[:1]:
-                    self._draw(*picture)
+                self._draw(self._pictures[:1])
         if self._alerts is not None:
             self._alerts.check(step, record)
         self.observers.tell("step", step, metrics=record)
@@ -259,19 +260,20 @@ class TrainingLoop:
     def draw(self) -> None:
         """Draws the learning curve, and what ran when."""
         self._finish_timing(self.saves.last_step)
-        for picture in self._pictures:
-            self._draw(*picture)
+        self._draw(self._pictures)
 
-    def _draw(self, draw: Callable[..., object], record: Path, image: Path) -> None:
+    def _draw(self, pictures: Pictures) -> None:
         """A failure is a line on the console: a picture is no reason to end a run."""
-        try:
-            draw(record, image, title=self._run_name)
-        except SkyrlTrainError as error:  # what draws is not installed: said once
-            self.console.warn(f"no pictures: {error}")
-            self._pictures = ()
-        except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
-            self.console.warn(f"{image.name} could not be drawn: {type(error).__name__}: {error}")
-        gc.collect()  # a figure is rings of objects, which would lie there for tens of pictures
+        for draw, record, image in pictures:
+            try:
+                draw(record, image, title=self._run_name)
+            except SkyrlTrainError as error:  # what draws is not installed: said once
+                self.console.warn(f"no pictures: {error}")
+                self._pictures = ()
+                return
+            except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
+                self.console.warn(f"{image.name} could not be drawn: {type(error).__name__}: {error}")
+            gc.collect()  # a figure is rings of objects, which would lie there for tens of pictures
 
     def complete(self, step: int) -> None:
         """Marks the run as complete, which is its last act, and tells callbacks."""

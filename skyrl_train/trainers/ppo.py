@@ -287,7 +287,7 @@ class PPOTrainer:
                 export_whole(self.learners.policy, loop.folder.export)
         loop.draw()
         if evaluations := read_evaluations(loop.folder.evaluation_file):
-            loop.console.show(evaluation_table(evaluations[0], evaluations[-1]))
+            loop.console.show(evaluation_table(*evaluations[:1], *evaluations[1:][-1:]))
         loop.complete(global_step)
         return TrainingResult(global_step=global_step, evaluations=tuple(evaluations))
 

@@ -11,7 +11,7 @@ import pytest
 from pyarrow.parquet import read_table
 
 from skyrl_train.config import RolloutsConfig
-from skyrl_train.errors import ActorLostError, BatchError, NonFiniteError, StopRequested
+from skyrl_train.errors import ActorLostError, BatchError, NonFiniteError, SkyrlTrainError, StopRequested
 from skyrl_train.telemetry import MetricsLog, phase_seconds, read_metrics
 from skyrl_train.telemetry.records import read_rollouts, read_timeline, write_rollouts
 from skyrl_train.telemetry.trackers import draw_learning_curve
@@ -376,6 +376,14 @@ def test_the_console_has_a_line_a_step_and_the_table_of_both_evaluations(tmp_pat
     assert any(line.split()[:2] == ["turns", "used"] for line in lines)
 
 
+def test_the_table_of_one_evaluation_compares_it_with_nothing(tmp_path):
+    run = fake_run(tmp_path, config=make_config(tmp_path, total_steps=1, eval_before_train=False, eval_interval=0))
+    run.run()
+    (heading,) = [line.split() for line in run.output.getvalue().splitlines() if line.split()[:1] == ["step"]][1:]
+    assert heading == ["step", "1"]
+    assert "before" not in run.output.getvalue()
+
+
 def test_the_curve_is_drawn_from_the_runs_own_record(tmp_path):
     fake_run(tmp_path, config=make_config(tmp_path, total_steps=2), draw=draw_learning_curve).run()
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
@@ -388,6 +396,16 @@ def test_a_curve_that_cannot_be_drawn_is_a_warning(tmp_path):
     run = fake_run(tmp_path, draw=broken)
     assert run.run() is not None
     assert "warning: learning_curve.png could not be drawn: RuntimeError: no font" in run.output.getvalue()
+
+
+def test_that_nothing_draws_here_is_said_once(tmp_path, monkeypatch):
+    def missing(*paths, title):
+        raise SkyrlTrainError("matplotlib is not installed")
+
+    monkeypatch.setattr("tests.support.fakes_trainer.quick_drawing", missing)
+    run = fake_run(tmp_path, config=make_config(tmp_path, total_steps=1), draw=missing)
+    run.run()
+    assert run.output.getvalue().count("warning: no pictures: matplotlib is not installed") == 1
 
 
 def test_the_final_export_replaces_an_older_one_as_a_whole(tmp_path):

@@ -164,6 +164,12 @@ def test_an_export_that_fails_before_its_first_file_says_why(tmp_path: Path) -> 
         export_whole(learner, tmp_path / "export")
 
 
+def test_an_export_whose_place_is_taken_by_a_file_is_refused_as_one_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "export").touch()
+    with pytest.raises(SaveError, match=r"export: the model could not be exported: .*Not a directory"):
+        export_whole(FakeLearner(), tmp_path / "export")
+
+
 def test_a_line_of_the_record_that_did_not_fit_is_written_later_and_whole(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.log({"a": 1.0}, step=1)

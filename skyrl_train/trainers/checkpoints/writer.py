@@ -280,10 +280,10 @@ def export_whole(policy: Learner, folder: Path) -> None:
     """Replaces the export in `folder` by one that is whole at any moment. Raises SaveError where the disk refuses, with what
     could not be finished removed, and what the policy raises."""
     temporary = folder.with_name(f".{folder.name}.tmp")
-    for leftover in (temporary, folder):
-        if leftover.exists():
-            shutil.rmtree(leftover)
     try:
+        for leftover in (temporary, folder):
+            if leftover.exists():
+                shutil.rmtree(leftover)
         policy.export_hf(temporary)
         temporary.rename(folder)
     except BaseException as error:
