@@ -24,6 +24,7 @@ from skyrl_train.trainers.checkpoints.store import CheckpointStore
 from skyrl_train.trainers.checkpoints.writer import export_whole
 from skyrl_train.trainers.evaluation.sft_evaluate import (
     LOSS,
+    TRAIN_LOSS,
     LossHistory,
     SampleWriter,
     SFTEvaluator,
@@ -37,9 +38,6 @@ DECLARED_METRICS = """
 train/loss | nats | Mean cross-entropy of a trained token. | supervised training | TRL `loss`
 batch/examples | count | Examples. | supervised training
 """
-
-TRAIN_LOSS = "train/loss"
-"""Mean negative log-probability of the step's trained tokens, before the update."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -328,6 +328,21 @@ def test_a_run_may_start_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     assert [record["step"] for record in records(run)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("killed_at", [0, 8])
+def test_the_evaluation_that_a_fork_begins_with_is_none_of_its_own(tmp_path: Path, killed_at: int) -> None:
+    sft_run(tmp_path / "first", learner=RecordingLearner(loss_of=losing), num_steps=6).run()
+    fork = {"num_steps": 12, "resume_mode": "fork", "resume_path": str(tmp_path / "first"), "keep_best": True}
+    if killed_at:
+        learner = RecordingLearner(loss_of=losing, on_update=raise_at(killed_at, Killed()))
+        with pytest.raises(Killed):
+            sft_run(tmp_path / "fork", learner=learner, **fork, ckpt_interval=1).run()
+    run = sft_run(tmp_path / "fork", learner=RecordingLearner(loss_of=losing), **fork, ckpt_interval=1)
+    result = run.run()
+    assert result is not None
+    assert result.history.entries == ((9, 0.6), (12, 0.45))
+    assert [path.name for path in run.folder.best.glob("step_*")] == ["step_000012"]
+
+
 HEARD: list[RunEvent] = []
 
 

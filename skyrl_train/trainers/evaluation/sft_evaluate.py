@@ -34,6 +34,8 @@ eval/<part>/{loss,perplexity} | | The same of one held-out set. | where several
 
 LOSS = "eval/loss"
 """Over all sets, every trained token the same weight."""
+TRAIN_LOSS = "train/loss"
+"""Mean negative log-probability of the step's trained tokens, before the update; no evaluation before training has one."""
 _LARGEST_EXPONENT = 700.0
 Progress = Callable[[int, int], None]
 """Called with the number of batches that are done, and that of all."""
@@ -113,7 +115,7 @@ class LossHistory:
             entries=tuple(
                 (record["step"], float(record[LOSS]))
                 for record in records
-                if record["step"] > 0 and record.get(LOSS) is not None
+                if TRAIN_LOSS in record and record.get(LOSS) is not None
             )
         )
 
