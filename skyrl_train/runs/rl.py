@@ -255,7 +255,7 @@ def evaluate_once(config: Config, rows: Sequence[CheckedRows], console: RunConso
         write_evaluation(folder.evaluation_file, result)
     console.note(result.line())
     console.show(evaluation_table(result))
-    console.note(f"written: {folder.evaluation_file}, {folder.rollouts}")
+    console.note(f"written: {folder.evaluation_file}{'' if rollout_log is None else f', {folder.rollouts}'}")
 
 
 def _load_checkpoint_weights(config: Config, folder: RunFolder, transport: WeightTransport) -> int:

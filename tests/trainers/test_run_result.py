@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config import Config
-from skyrl_train.runs import train
+from skyrl_train.runs import evaluate, train
 from skyrl_train.runs.result import swept_metric
 from skyrl_train.telemetry import read_metrics
 
@@ -30,3 +30,21 @@ def test_a_sweeper_is_given_the_last_value_of_its_metric(tmp_path: Path) -> None
     assert swept_metric(replace(config, sweep_metric="eval/reward_mean")) == record["eval/reward_mean"]
     assert train(config) is None  # it has nothing left to do
     assert swept_metric(config) == record["eval/accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dumps", "also"), [(True, ", {0}/rollouts"), (False, "")])
+def test_an_evaluation_says_what_it_has_written(
+    dumps: bool, also: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(output_dir=str(tmp_path))
+    sampling = replace(config.generator.eval_sampling, max_generate_length=2)
+    evaluate(
+        replace(
+            config,
+            data=replace(config.data, max_train_prompts=64, max_validation_prompts=2),
+            generator=replace(config.generator, eval_sampling=sampling),
+            trainer=replace(config.trainer, dump_rollouts=dumps),
+        )
+    )
+    assert f"written: {tmp_path}/evaluation.json{also.format(tmp_path)}\n" in capsys.readouterr().out
