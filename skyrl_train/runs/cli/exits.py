@@ -121,11 +121,13 @@ def _unwinding_on_signals() -> Iterator[None]:
 
 
 def resume_command(output_dir: str) -> str:
-    """The command line of this run with its folder pinned, so that `trainer.resume_mode=latest` finds it. Secrets are
-    to be typed again."""
+    """The command line of this run with its folder pinned, so that `trainer.resume_mode=latest` finds it, and with the
+    folder of the user's own groups. Secrets are to be typed again."""
     job = HydraConfig.get()
     start = ("output_dir=", "trainer.resume_mode=", "trainer.resume_path=")
     kept = [redact_text(text) for text in job.overrides.task if not text.startswith(start)]
     module = job.job.name if "." in job.job.name else f"skyrl_train.{job.job.name}"
-    words = [f"hydra.run.dir={output_dir}", *kept]
+    own = [f"--config-dir={each.path}" for each in job.runtime.config_sources if each.provider == "command-line"]
+    own += [text for text in job.overrides.hydra if text.lstrip("+").startswith("hydra.searchpath=")]
+    words = [*own, f"hydra.run.dir={output_dir}", *kept]
     return f"python -m {module} {' '.join(shlex.quote(word) for word in words)}"

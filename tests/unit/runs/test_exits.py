@@ -9,13 +9,18 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from skyrl_train.errors import DeadlineError, EngineError, SkyrlTrainError
 from skyrl_train.runs.cli import exits
-from skyrl_train.runs.cli.exits import exit_on_errors
+from skyrl_train.runs.cli.command_line import config_loader
+from skyrl_train.runs.cli.composition import as_in_a_run
+from skyrl_train.runs.cli.exits import exit_on_errors, resume_command
+from skyrl_train.runs.cli.resolvers import register_resolvers
 from skyrl_train.runs.task import Parts
 from skyrl_train.telemetry.logs import RunConsole, stacks
 
@@ -163,3 +168,16 @@ def test_a_deadline_leaves_the_stacks_of_all_processes_in_the_log(caplog: pytest
         child.communicate(timeout=10)
         goes_on.set()
         thread.join(10)
+
+
+def test_the_command_that_goes_on_finds_the_groups_of_the_users_own(tmp_path: Path) -> None:
+    register_resolvers()
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    overrides = [f"hydra.searchpath=[{tmp_path}]", "hydra.job.name=main", "+experiment=mine", "output_dir=old"]
+    with config_loader(str(tmp_path)) as loader:
+        config = loader.load_configuration("config", overrides, RunMode.RUN, from_shell=False)
+    with as_in_a_run(config, 0, multirun=False):
+        told = resume_command("new")
+    own = f"--config-dir={tmp_path} 'hydra.searchpath=[{tmp_path}]'"
+    assert told == f"python -m skyrl_train.main {own} hydra.run.dir=new +experiment=mine"
