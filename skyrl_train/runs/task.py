@@ -261,13 +261,12 @@ def build_trackers(
     shown = redact(settings_of(config))
     if chosen.tensorboard.enabled:
         views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
-    if chosen.trackio.enabled or chosen.mlflow.enabled or chosen.prometheus.enabled:
-        if chosen.trackio.enabled:
-            views["trackio"] = TrackioTracker(chosen.trackio, folder.trackio, run_name=name, config=shown)
-        if chosen.mlflow.enabled:
-            views["mlflow"] = MlflowTracker(chosen.mlflow, folder.mlflow, run_name=name, config=shown)
-        if chosen.prometheus.enabled:
-            views["prometheus"] = PrometheusTracker(chosen.prometheus, run_name=name, console=console)
+    if chosen.trackio.enabled:
+        views["trackio"] = TrackioTracker(chosen.trackio, folder.trackio, run_name=name, config=shown)
+    if chosen.mlflow.enabled:
+        views["mlflow"] = MlflowTracker(chosen.mlflow, folder.mlflow, run_name=name, config=shown)
+    if chosen.prometheus.enabled:
+        views["prometheus"] = PrometheusTracker(chosen.prometheus, run_name=name, console=console)
     if chosen.wandb.enabled:  # whose server may be waited for, last
         log = folder.root / "run.log"
         views["wandb"] = WandbTracker(chosen.wandb, folder, run_name=name, config=shown, console=console, run_log=log)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         find_start as find_start,
         prepare_run_folder as prepare_run_folder,
     )
-    from skyrl_train.trainers.rollout_sink import RolloutLog as RolloutLog
+    from skyrl_train.trainers.rollout_sink import RolloutLog as RolloutLog, columns_by_turn as columns_by_turn
     from skyrl_train.trainers.sft import (
         SFTResult as SFTResult,
         SFTTrainer as SFTTrainer,

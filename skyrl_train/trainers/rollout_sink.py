@@ -79,12 +79,6 @@ class RolloutLog:
         """Training rollouts with what `batch` holds of their tokens."""
         self._pending.append(self._thread.submit(self._write_train, rollouts, batch, step))
 
-    @staticmethod
-    def values_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, list[TurnValues | None]]:
-        """Return what would be written of each response token, by the names of the files' columns: per trajectory and turn;
-        None for a trajectory without rows, and for one that was not scored."""
-        return columns_by_turn(rollouts, batch)
-
     def write_evaluation(self, step: int, rollouts: RolloutBatch) -> None:
         """Rollouts of an evaluation after `step` steps."""
         write = partial(write_rollouts, self._folder, rollouts, purpose="eval", global_step=step)
@@ -233,8 +227,8 @@ def _trajectories_of(prompts: Sequence[int], size: int) -> list[int]:
 def columns_by_turn(
     rollouts: RolloutBatch, batch: TrainingInputBatch, names: Sequence[str] = tuple(_COLUMNS)
 ) -> dict[str, list[TurnValues | None]]:
-    """Return, by name, what `batch` holds of each response token, per trajectory and turn; None for a trajectory without
-    rows, and for one that was not scored. `names`: of those that are read."""
+    """Return, by the names of the files' columns, what `batch` holds of each response token, per trajectory and turn;
+    None for a trajectory without rows, and for one that was not scored. `names`: of those that are read."""
     spans = _spans(rollouts, batch)
     first_scored = int(batch.row_offsets[batch.metadata.first_scored_row])
     scored = [None if each and each[0][0] < first_scored else each for each in spans]

@@ -32,7 +32,7 @@ from skyrl_train.runs.resolving import resolve
 from skyrl_train.telemetry import RunFolder
 from skyrl_train.telemetry.reading import find_runs, first_line
 from skyrl_train.telemetry.records import read_facts, read_rollouts
-from skyrl_train.trainers import RolloutLog, batch_metrics, steps
+from skyrl_train.trainers import batch_metrics, columns_by_turn, steps
 from skyrl_train.trainers.checkpoints import TrainerState, checkpoint_name, verify
 from skyrl_train.types import RolloutBatch, Turn
 
@@ -132,14 +132,14 @@ def _step(
     scored = steps.score(batch, learners, trainer, rollouts=rollouts)
     if is_whole:
         estimated = steps.estimate(scored, trainer.algorithm, kl_coef=state.kl_controller.coef, seed=seed)
-        advantages = RolloutLog.values_by_turn(rollouts, estimated)["advantages"]
+        advantages = columns_by_turn(rollouts, estimated)["advantages"]
         measured = batch_metrics(estimated, trainer.algorithm)
         yield _metric(step, "trained tokens", "batch/trained_tokens", measured, said, 0.0)
         yield _compared(step, "trained tokens", rollouts, advantages, recorded, "advantages", 0.5, None, np.sign)
     logprobs = learners.policy.forward(batch)
     again = batch.with_columns(old_logprobs=logprobs)
     whole = replace(again, metadata=replace(again.metadata, first_scored_row=0))
-    by_turn = RolloutLog.values_by_turn(rollouts, whole)["policy_logprobs"]
+    by_turn = columns_by_turn(rollouts, whole)["policy_logprobs"]
     yield _compared(
         step, "engine's log-probabilities", rollouts, by_turn, recorded, "logprobs", bound, state.weight_version
     )

@@ -377,15 +377,14 @@ class PrometheusTracker:
         self._record: dict[str, float] = {}
         self._run_name = run_name
 
-        def start() -> tuple[Any, Any]:
+        def start() -> Any:
             from prometheus_client import CollectorRegistry, start_http_server
 
             registry = CollectorRegistry()
             registry.register(self)  # type: ignore[arg-type,unused-ignore]
-            server, thread = start_http_server(settings.port, addr="127.0.0.1", registry=registry)
-            return server, thread
+            return start_http_server(settings.port, addr="127.0.0.1", registry=registry)[0]
 
-        self._server, self._thread = _started("prometheus", start)
+        self._server = _started("prometheus", start)
         self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
         console.note(f"prometheus: {self.url}")
 
