@@ -27,6 +27,7 @@ from skyrl_train.parts import ENVIRONMENTS, TOOLS
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout.boundary import EnvironmentFailed, column_in, describe, invalid_observation
 from skyrl_train.rollout.tools.toolbox import Schema
+from skyrl_train.system.files import shown
 from skyrl_train.types import ChatMessage, Prompt, TokenIds, Tokenizer, token_ids
 
 _QUESTION = "1"
@@ -287,7 +288,13 @@ def check_tools(
     all_tools = {tool["function"]["name"]: tool for tool in tools}
     for prompt in prompts:
         for tool in prompt.tools:
-            name = tool["function"]["name"]
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str):
+                raise DataError(
+                    f"{prompt.place or prompt.uid}: 'tools' has {shown(tool)}, which is no schema of a function. Write "
+                    '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}.'
+                )
             if name not in names and environment is not None and split_spec(environment)[0] in ENVIRONMENTS:
                 known = ", ".join(names) or "none"
                 raise DataError(
