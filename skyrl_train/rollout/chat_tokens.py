@@ -161,14 +161,6 @@ class ChatTokens:
         """The most characters that a token of the vocabulary stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def closing(self, response: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what the template puts after an answer and `response` does not yet end with.
-
-        With `<|im_end|>` and a newline after each answer: only the newline for a response that ended by itself, both
-        for one that was cut by its length. These tokens were not sampled and belong to the next prompt.
-        """
-        return _missing(self._after_answer, response)
-
     def text(self, response: Sequence[int]) -> str:
         """Return a response as the environment reads it: without special tokens."""
         return str(self._tokenizer.decode(list(response), skip_special_tokens=True))
@@ -234,7 +226,11 @@ class ChatTokens:
 
 
 def _missing(after: tuple[int, ...], response: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `after` without what of its beginning `response` ends with."""
+    """Return `after` without what of its beginning `response` ends with.
+
+    With `<|im_end|>` and a newline after each answer: only the newline for a response that ended by itself, both for one
+    that was cut by its length. These tokens were not sampled and belong to the next prompt.
+    """
     for overlap in range(min(len(after), len(response)), 0, -1):
         if response[-overlap:] == after[:overlap]:
             return after[overlap:]
