@@ -27,6 +27,7 @@ from skyrl_train.parts import ENVIRONMENTS, TOOLS
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout.boundary import EnvironmentFailed, column_in, describe, invalid_observation
 from skyrl_train.rollout.tools.toolbox import Schema
+from skyrl_train.system.files import shown
 from skyrl_train.types import ChatMessage, Prompt, TokenIds, Tokenizer, token_ids
 
 _QUESTION = "1"
@@ -160,14 +161,6 @@ class ChatTokens:
         """The most characters that a token of the vocabulary stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def closing(self, response: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what the template puts after an answer and `response` does not yet end with.
-
-        With `<|im_end|>` and a newline after each answer: only the newline for a response that ended by itself, both
-        for one that was cut by its length. These tokens were not sampled and belong to the next prompt.
-        """
-        return _missing(self._after_answer, response)
-
     def text(self, response: Sequence[int]) -> str:
         """Return a response as the environment reads it: without special tokens."""
         return str(self._tokenizer.decode(list(response), skip_special_tokens=True))
@@ -233,7 +226,11 @@ class ChatTokens:
 
 
 def _missing(after: tuple[int, ...], response: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `after` without what of its beginning `response` ends with."""
+    """Return `after` without what of its beginning `response` ends with.
+
+    With `<|im_end|>` and a newline after each answer: only the newline for a response that ended by itself, both for one
+    that was cut by its length. These tokens were not sampled and belong to the next prompt.
+    """
     for overlap in range(min(len(after), len(response)), 0, -1):
         if response[-overlap:] == after[:overlap]:
             return after[overlap:]
@@ -287,7 +284,13 @@ def check_tools(
     all_tools = {tool["function"]["name"]: tool for tool in tools}
     for prompt in prompts:
         for tool in prompt.tools:
-            name = tool["function"]["name"]
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str):
+                raise DataError(
+                    f"{prompt.place or prompt.uid}: 'tools' has {shown(tool)}, which is no schema of a function. Write "
+                    '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}.'
+                )
             if name not in names and environment is not None and split_spec(environment)[0] in ENVIRONMENTS:
                 known = ", ".join(names) or "none"
                 raise DataError(

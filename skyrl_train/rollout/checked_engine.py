@@ -236,6 +236,7 @@ def check_failures(done: Sequence[Trajectory], total: int, *, limit: float, none
     lines = _counted([f"{failure.kind.value}: {failure.message}" for failure in failures])
     of_engine = (FailureKind.ENGINE_ERROR, FailureKind.ENGINE_TIMEOUT)
     error = EngineError if all(failure.kind in of_engine for failure in failures) else SkyrlTrainError
+    remedy = "set environment.max_failed_fraction=1" if alike else "raise environment.max_failed_fraction"
     raise error(
         (
             f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
@@ -244,7 +245,7 @@ def check_failures(done: Sequence[Trajectory], total: int, *, limit: float, none
         )
         + "\n".join(lines)
         + f"\nThe first is trajectory {failed[0].prompt_uid}/{failed[0].sample_index}, turn {failures[0].turn_index}. "
-        "Fix the cause, or raise environment.max_failed_fraction to carry on without them."
+        f"Fix the cause, or {remedy} to carry on without them."
     )
 
 

@@ -152,7 +152,7 @@ def local_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/"
     if visible is not None:
         shown = [name.strip() for name in visible.split(",")]
         # CUDA stops at the first index that no device has; names of devices and of their parts are taken as they are.
-        valid = [not name.isdigit() or int(name) < num_files for name in shown]
+        valid = [int(name) < num_files if name.isdigit() else name[:1] not in ("", "-") for name in shown]
         count = valid.index(False) if False in valid else len(shown)
         source = f"CUDA_VISIBLE_DEVICES={visible}"
     return Devices(

@@ -180,7 +180,7 @@ def with_references(row: Row, settings: ImagesConfig, store: ImageStore = IMAGES
     conversations = {name: value for name, value in row.values.items() if _has_images(value)}
     if column is None and not conversations:
         return row
-    source = _Source(store, settings, Path(row.place.partition(", ")[0]).parent, row.place)
+    source = _Source(store, settings, Path(row.place.rpartition(", ")[0] or row.place).parent, row.place)
     values = dict(row.values)
     if column is not None:
         given = values[column]

@@ -26,6 +26,8 @@ _HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 _INVALID_REWARD = -1.0
 _TRIED_STEPS = 200
 _NUMBER = re.compile(r"-?\d+")
+_MAX_DIGITS = 18
+"""Of the number of an action: Python refuses to read integers of thousands of digits."""
 
 
 class GymnasiumEnvironment:
@@ -135,8 +137,10 @@ class GymnasiumEnvironment:
         if not hasattr(self._environment.action_space, "n"):
             return answer.strip()
         numbers = _NUMBER.findall(answer)
-        in_range = numbers and self._environment.action_space.contains(int(numbers[-1]))
-        return int(numbers[-1]) if in_range else None
+        if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+            return None
+        chosen = int(numbers[-1])
+        return chosen if self._environment.action_space.contains(chosen) else None
 
 
 def _made_with(render: str | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def _built(context: Path) -> dict[str, Any]:
         if word.upper() == "WORKDIR":
             workdir = workdir / rest.strip()
         elif word.upper() == "ENV":
-            variables |= dict(each.split("=", 1) for each in shlex.split(rest) if "=" in each)
+            name, _, value = rest.strip().partition(" ")  # the older form: a name, and all that follows it
+            given = shlex.split(rest) if "=" in name else [f"{name}={value.strip()}"]
+            variables |= dict(each.split("=", 1) for each in given if "=" in each)
         elif word.upper() == "COPY" and not rest.startswith(("--", "[")):
             *sources, target = rest.split()
             is_folder = target.endswith(("/", ".")) or len(sources) > 1

@@ -236,6 +236,8 @@ class LocalWorkers:
         return frozenset(self._variables).union(*(variables_of(spec) for spec in self.specs))
 
     async def ready(self) -> Imported:
+        if self._host is not None and self._host.lost:  # which was heard while something was sent
+            self._host = None
         if self._host is not None and self._loaded is not None and self._loaded.done():
             return self._imported
         async with self._starting:
@@ -243,7 +245,6 @@ class LocalWorkers:
                 return self._imported
             loaded = await self._start_supervisor()
             violations = [Violation(**each) for each in loaded["violations"]]
-            self.rewards = loaded["rewards"]
             if violations or not loaded["forkable"]:
                 await self._end_supervisor()
             if violations:
@@ -251,6 +252,7 @@ class LocalWorkers:
             if self._preload:
                 asynchronous = frozenset(loaded["asynchronous"])
                 self._imported = Imported(asynchronous=asynchronous, forkable=loaded["forkable"])
+                self.rewards = loaded["rewards"]
             if not loaded["forkable"]:
                 self._preload = False
                 await self._start_supervisor()

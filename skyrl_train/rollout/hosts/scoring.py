@@ -191,8 +191,10 @@ def _components(
     rewards = score if isinstance(score, Mapping) else {entry.name: score}
     counted = {f"{entry.name}_{name}": rewards[name] for name in facts.counts if name in rewards}
     if facts.counts:
-        (value,) = (value for name, value in rewards.items() if name not in facts.counts)
-        rewards = {entry.name: value}
+        others = {name: value for name, value in rewards.items() if name not in facts.counts}
+        if not others:
+            raise invalid_reward(f"{entry.name} returned {', '.join(rewards)} alone, which is no reward")
+        rewards = others if len(others) > 1 else {entry.name: next(iter(others.values()))}
     if isinstance(entry.weight, Mapping):
         weights: Mapping[str, float] = entry.weight
         if missing := [name for name in weights if name not in rewards]:

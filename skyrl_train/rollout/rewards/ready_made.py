@@ -103,7 +103,7 @@ def choice(completion: str, answer: object) -> float:
     """1 where the response chooses the letter `answer`: the last in a box, after "answer is", or in brackets, or the only
     thing said; else 0."""
     chosen = next((found[-1] for pattern in _CHOICES if (found := pattern.findall(completion))), "")
-    return float(chosen.upper() == str(answer).strip().strip("().").upper())
+    return float(bool(chosen) and chosen.upper() == str(answer).strip().strip("().").upper())
 
 
 @within(0.0, 1.0)
@@ -140,12 +140,10 @@ class JsonSchema:
         wanted = schema if self._schema is None else self._schema
         if wanted is None:
             raise ValueError("there is no schema: give the reward one, or the row a column of that name")
+        wanted = json.loads(wanted) if isinstance(wanted, str) else wanted  # what this raises is the row's
         fenced = re.findall(r"```(?:json)?[ \t]*\n(.*?)```", completion, re.DOTALL)
         try:
-            validate(
-                json.loads(fenced[-1] if fenced else completion),
-                json.loads(wanted) if isinstance(wanted, str) else wanted,
-            )
+            validate(json.loads(fenced[-1] if fenced else completion), wanted)
         except (ValidationError, ValueError, RecursionError):
             return 0.0
         return 1.0

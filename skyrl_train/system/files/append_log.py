@@ -165,9 +165,9 @@ class AppendLog:
                 self._temporary.unlink()
             logger.warning("%s could not be compacted (%s), and grows until it can be", self.path, error)
             return
-        self._file.close()
-        self._file, self._length = self.path.open("ab"), length
-        try:  # what is appended must be in the file that has the name after a loss of power, too
+        try:  # what is appended must be in the file that has the name, after a loss of power, too
+            self._file.close()
+            self._file, self._length = self.path.open("ab"), length
             sync_folder(self.path.parent)
         except OSError as error:
             self.failed = error

@@ -83,6 +83,14 @@ def test_what_cannot_be_read_is_refused_by_its_row(
         with_references(row(tmp_path, prompt=asked(part)), ImagesConfig(**settings), ImageStore())
 
 
+def test_images_beside_a_file_are_found_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    folder = tmp_path / "cats, dogs"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    found = with_references(row(folder, prompt=asked({"type": "image", "path": "a.png"})), NO_SETTINGS, ImageStore())
+    assert found.values["prompt"][0]["content"][0]["image"].startswith(REFERENCE)
+
+
 def test_as_many_images_as_places_for_them(tmp_path: Path) -> None:
     images = [{"bytes": png(), "path": None}] * 2
     with pytest.raises(DataError, match=r"2 images in 'images', and parts .* for 1 of them"):

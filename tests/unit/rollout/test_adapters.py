@@ -145,6 +145,16 @@ def test_a_lake_is_crossed_in_words() -> None:
 
 
 @needs_gymnasium
+def test_a_number_that_no_action_has_is_none_however_long_it_is() -> None:
+    environment: Any = make_environment("gymnasium:Blackjack-v1", {})
+    environment.init(PROMPT)
+    said = [environment.step(answer)["reward"] for answer in ("7", "-1", "9" * 30, "9" * 5000)]
+    assert said == [-1.0] * 4
+    assert environment.step("not 7 but 0")["done"]
+    environment.close()
+
+
+@needs_gymnasium
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

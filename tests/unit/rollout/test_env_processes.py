@@ -315,6 +315,32 @@ def test_workers_of_a_module_that_leaves_a_thread_behind_import_it_themselves(
     assert asyncio.run(one()) == 0.0
 
 
+def test_a_supervisor_that_is_gone_is_replaced_also_where_workers_import_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (tmp_path / "threaded_again.py").write_text(source + f"from {COUNTING.partition(':')[0]} import Counting\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def three() -> list[str]:
+        host = LocalWorkers(("threaded_again:Counting",), worker_memory_gb=1.0)
+        among, said = ProcessEnvironments(host, num_workers=1, timeout_s=10.0), []
+        for is_heard in (True, False, True):
+            session = EnvironmentSession(among, "threaded_again:Counting", {}, "Counting")
+            await session.start(MESSAGES)
+            said.append((await session.step("x")).observations[0]["content"])
+            supervisor: Any = host._host
+            os.kill(supervisor._process.pid, signal.SIGKILL)
+            while is_heard and host._host is not None:
+                await asyncio.sleep(0.01)
+            supervisor._process.wait(10)
+            supervisor.hear()  # as whoever sends it something does
+        await among.aclose()
+        return said
+
+    assert asyncio.run(asyncio.wait_for(three(), 60)) == ["1", "1", "1"]
+
+
 def test_a_process_in_which_a_thread_runs_is_not_to_be_forked() -> None:
     over = threading.Event()
     beside = threading.Thread(target=over.wait, args=(60.0,))

@@ -73,6 +73,7 @@ def test_failures_that_are_all_alike_end_a_run_of_which_nothing_succeeded_yet() 
     ) as error:
         check_failures(failed, 256, limit=0.5, none_succeeded=True)
     assert f"e.g. reward_error: {message}" in str(error.value)
+    assert str(error.value).endswith("or set environment.max_failed_fraction=1 to carry on without them.")
     check_failures(failed[:7], 256, limit=0.5, none_succeeded=True)
     check_failures(failed, 256, limit=0.5, none_succeeded=False)
     check_failures(failed, 256, limit=1.0, none_succeeded=True)

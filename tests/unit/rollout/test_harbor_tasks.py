@@ -54,6 +54,12 @@ def test_each_folder_is_a_row_whose_prompt_is_its_instruction(tmp_path: Path) ->
     assert rows[0]["harbor"]["copies"] == [("numbers.txt", "/app/")]
 
 
+def test_variables_are_set_in_both_forms_of_a_dockerfile(tmp_path: Path) -> None:
+    lines = "FROM ubuntu\nENV A=1 B='two words'\nENV GREETING hello  world=wide\nENV ALONE\n"
+    (row,) = read_tasks(str(task(tmp_path, dockerfile=lines)))
+    assert row["harbor"]["variables"] == {"A": "1", "B": "two words", "GREETING": "hello  world=wide", "ALONE": ""}
+
+
 def test_what_needs_a_container_is_refused_by_its_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="RUN apt-get install -y gcc` needs a container"):
         list(read_tasks(str(task(tmp_path / "built", dockerfile="FROM ubuntu\nRUN apt-get install -y gcc\n"))))

@@ -29,6 +29,7 @@ def score(spec: Any, completion: str, **facts: Any) -> Any:
         ("choice", "Thus \\boxed{d}", {"answer": "(D)"}, 1.0),
         ("choice", "A dog, I say", {"answer": "A"}, 0.0),
         ("choice", "b", {"answer": "B"}, 1.0),
+        ("choice", "I do not know.", {"answer": ""}, 0.0),
         ("math_verify", "so it is $\\boxed{\\frac{1}{2}}$", {"answer": "0.5"}, 1.0),
         ("math_verify", "The answer is 1,000", {"answer": "1000"}, 1.0),
         ("math_verify", "The answer is 7", {"answer": "8"}, 0.0),
@@ -46,6 +47,11 @@ def score(spec: Any, completion: str, **facts: Any) -> Any:
 )
 def test_a_reward_by_name(spec: Any, completion: str, facts: dict[str, Any], expected: float) -> None:
     assert score(spec, completion, **facts) == expected
+
+
+def test_a_row_whose_schema_is_no_json_is_no_reward_of_0() -> None:
+    with pytest.raises(ValueError, match="Expecting property name"):
+        score("json_schema", "{}", schema="{type: array}")
 
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"

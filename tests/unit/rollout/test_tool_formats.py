@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,5 +194,7 @@ def test_tools_that_the_model_would_not_see_or_call_are_refused_before_it_is_loa
         check(TEMPLATE, [ADD], [], reads_calls=False)
     with pytest.raises(DataError, match=r"7: offers the tool 'add', and environment.tools has none"):
         check(TEMPLATE, [], [row])
+    with pytest.raises(DataError, match=r"7: 'tools' has \{'name': 'add'\}, which is no schema of a function"):
+        check(TEMPLATE, [ADD], [replace(row, tools=({"name": "add"},))])
     with pytest.raises(ConfigError, match="its chat template ignores tools"):
         check(CHATML, [], [row], environment="my_code:WithTools")

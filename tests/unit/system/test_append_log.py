@@ -35,3 +35,18 @@ def test_what_cannot_be_written_fails_all_that_wait_from_then_on(tmp_path: Path)
             each.result(timeout=20)
     assert log.failed is not None
     log.close()
+
+
+def test_a_log_that_cannot_be_opened_anew_after_it_was_rewritten_tells_all_that_wait(tmp_path: Path) -> None:
+    log = AppendLog(tmp_path / "log.jsonl", length=0, num_writes=0)
+    log.append({"line": 0}).result(timeout=20)
+
+    class Unopened(type(log.path)):  # type: ignore[misc]
+        def open(self, *_: object, **__: object) -> None:
+            raise OSError("too many open files")
+
+    log.path = Unopened(log.path)
+    log.rewrite({"head": True}, lambda _: True)
+    with pytest.raises(OSError, match="too many open files"):
+        log.append({"line": 1}).result(timeout=5)
+    log.close()

@@ -76,7 +76,18 @@ def test_a_driver_without_a_device_is_no_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [(None, 4), ("0,1", 2), ("3", 1), ("0,7,1", 1), ("GPU-8f,GPU-2a", 2), ("", 0), ("-1", 0)]
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("0,1", 2),
+        ("3", 1),
+        ("0,7,1", 1),
+        ("0,-1,1", 1),
+        ("0,1,", 2),
+        ("GPU-8f,GPU-2a", 2),
+        ("", 0),
+        ("-1", 0),
+    ],
 )
 def test_devices_are_counted_as_far_as_the_process_may_see_them(
     tmp_path: Path, visible: str | None, count: int

@@ -83,6 +83,11 @@ def names(completion: str, value: float) -> dict[str, float]:
     return {"first": 1.0, "second": value}
 
 
+@within(0.0, 1.0, counts=("seen",))
+def counts(completion: str, value: float) -> dict[str, float]:
+    return {"seen": 7.0} if value < 0 else {"seen": 7.0, "first": 0.5, "second": value}
+
+
 def scored(target: str, value: float) -> Trajectory:
     """A trajectory of one response after its reward was asked."""
     tokenizer = make_tokenizer()
@@ -98,6 +103,16 @@ def scored(target: str, value: float) -> Trajectory:
     finally:
         generator.close()
     return trajectory
+
+
+def test_several_rewards_keep_their_names_beside_what_is_counted_which_alone_is_none() -> None:
+    assert scored("counts", 0.25).rewards == {"first": 0.5, "second": 0.25, "counts_seen": 7.0}
+    failure = scored("counts", -1.0).failure
+    assert failure is not None
+    assert (failure.kind, failure.message) == (
+        FailureKind.INVALID_REWARD,
+        "counts returned seen alone, which is no reward",
+    )
 
 
 @pytest.mark.parametrize("value", [-1.0, 2.0])
