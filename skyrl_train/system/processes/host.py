@@ -110,8 +110,8 @@ class ProcessHost:
         try:
             self._send({**message, "start": started.number, "descriptor": bool(descriptors)}, descriptors)
         except OSError as error:
-            if self._started.pop(started.number, None) is not None:
-                started.end_with(self.lost or f"{type(error).__name__}: {error}")
+            del self._started[started.number]
+            started.end_with(self.lost or f"{type(error).__name__}: {error}")
         return started
 
     def end(self, started: StartedProcess) -> None:
@@ -197,21 +197,15 @@ class ProcessHost:
         if self.lost:
             raise ConnectionError(self.lost)
         self._process.send_signal(signal.SIGCONT)  # a process of its may have stopped it
-        data, sent = frame(message), 0
-        ready = select.poll()
-        ready.register(self._connection, select.POLLIN | select.POLLOUT)
+        data = frame(message)
+        sent = socket.send_fds(self._connection, [data], list(descriptors))
+        room = select.poll()
+        room.register(self._connection, select.POLLOUT)
         while sent < len(data):
-            try:
-                sent += socket.send_fds(self._connection, [data[sent:]], [] if sent else list(descriptors))
-            except BlockingIOError:
-                if not ready.poll(1e3 * _REPORT_WITHIN_S):
-                    if sent:
-                        self._connection.shutdown(socket.SHUT_WR)  # half a message is the end
-                    raise ConnectionError("it does not take messages") from None
-                # It is behind, and takes no more before somebody hears what it says of what it did.
-                self.hear()
-                if self.lost:
-                    raise ConnectionError(self.lost) from None
+            if not room.poll(1e3 * _REPORT_WITHIN_S):
+                self._connection.shutdown(socket.SHUT_WR)  # half a message is the end
+                raise ConnectionError("it does not take messages")
+            sent += self._connection.send(data[sent:])
 
     def _wait_end(self, within_s: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):

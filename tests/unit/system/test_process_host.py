@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import skyrl_train
-from skyrl_train.system.processes import PACKAGE_PARENT, ProcessHost, StartedProcess, manner
+from skyrl_train.system.processes import ProcessHost, StartedProcess, manner
 from tests.support.process_trees import is_running
 
 Start = Callable[..., StartedProcess]
@@ -62,26 +62,6 @@ def test_a_message_that_no_buffer_holds_arrives_whole(start: Start) -> None:
         "sh", "-c", "exit $(env | grep -c ^VARIABLE_)", environment={**variables, "PATH": os.environ["PATH"]}
     )
     assert end_of(counted) == 10
-
-
-SLOW_TO_LISTEN = """
-import socket, sys, time
-sys.path.insert(0, sys.argv[1])
-from skyrl_train.system.processes.messages import Frames, frame
-time.sleep(0.2)
-connection, frames = socket.socket(fileno=int(sys.argv[2])), Frames()
-while data := connection.recv(1 << 16):
-    for message in frames.feed(data):
-        if "start" in message:
-            connection.sendall(frame({"ended": message["start"], "status": 0}))
-"""
-
-
-def test_what_is_started_faster_than_a_supervisor_takes_it_in_is_started_all_the_same() -> None:
-    host = ProcessHost(words=(sys.executable, "-S", "-c", SLOW_TO_LISTEN, PACKAGE_PARENT))
-    started = [host.start({"words": ["true"]}) for _ in range(1000)]
-    assert {end_of(each) for each in started} == {0}
-    host.close()
 
 
 def test_what_is_asked_to_end_has_its_time_for_it(host: ProcessHost, start: Start, tmp_path: Path) -> None:
