@@ -236,7 +236,7 @@ class LocalWorkers:
         return frozenset(self._variables).union(*(variables_of(spec) for spec in self.specs))
 
     async def ready(self) -> Imported:
-        if self._host is not None and self._host.lost:  # which was heard while something was sent
+        if self._host is not None and self._host.lost:
             self._host = None
         if self._host is not None and self._loaded is not None and self._loaded.done():
             return self._imported
