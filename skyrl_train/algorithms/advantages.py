@@ -59,10 +59,9 @@ def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
     Needs groups. Raises BatchError for malformed inputs.
     """
     scores = _scores(inputs, config)
-    centred, differs = scores.values - scores.group_mean(), scores.differs()
+    centred = scores.values - scores.group_mean()
     if config.normalize_by_std:
-        variance = scores.per_group(centred.square()) / (scores.group_size() - 1).clamp(min=1)
-        centred = centred / torch.where(differs, variance, 1.0).sqrt()
+        centred = centred / scores.deviation()
     return _spread(scores, centred)
 
 

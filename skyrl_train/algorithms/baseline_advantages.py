@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.groups import Scores, score, sum_by
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from skyrl_train.algorithms.losses.checks import check_advantage_inputs, needed
+from skyrl_train.algorithms.losses.checks import needed
 from skyrl_train.algorithms.sequences import actions_of, discounted_suffix_sum, position_in_segment
 from skyrl_train.batch import TrainingInputBatch, component_column, rounding_tolerance
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_greedy_sample
@@ -58,7 +58,7 @@ def grpo_pass_at_k(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantag
     advantages = torch.zeros_like(scores.values)
     advantages[best] = torch.where(lead > tolerance, lead, 0.0)
     if config.normalize_by_std:
-        advantages = advantages / _deviation(scores)
+        advantages = advantages / scores.deviation()
     return AdvantageOutput(advantages=scores.to_tokens(advantages), returns=scores.to_tokens(scores.values))
 
 
@@ -72,7 +72,7 @@ def gpg(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
     scores = score(inputs, step_rewards=config.step_rewards, gamma=config.gamma)
     centred, differs = scores.values - scores.group_mean(), scores.differs()
     if config.normalize_by_std:
-        centred = centred / _deviation(scores)
+        centred = centred / scores.deviation()
     return AdvantageOutput(
         advantages=scores.to_tokens(torch.where(differs, centred, 0.0)),
         returns=scores.to_tokens(scores.values),
@@ -121,7 +121,6 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
     scale. Without `reward_components` the reward itself is the only one. Needs groups and the components. Raises BatchError
     for malformed inputs.
     """
-    check_advantage_inputs(inputs)
     scores = score(inputs, step_rewards="outcome", gamma=1.0)
     parts: list[tuple[float, Scores, bool]] = [] if config.reward_components else [(1.0, scores, True)]
     if config.reward_components:
@@ -136,7 +135,7 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
     for weight, one, by_deviation in parts:
         centred = one.values - one.group_mean()
         if by_deviation:
-            centred = centred / _deviation(one)
+            centred = centred / one.deviation()
         total += weight * torch.where(one.differs(), centred, 0.0)
         differs |= one.differs()
     at_tokens = scores.to_tokens(differs.double()) != 0
@@ -152,13 +151,6 @@ def _of_units(column: Tensor, scores: Scores, inputs: AdvantageInputs) -> Tensor
         real = ~inputs.is_padding
         values[scores.unit_of_token[real, 0]] = column[real]
     return values
-
-
-def _deviation(scores: Scores) -> Tensor:
-    """Return `[units]`: the sample deviation (n - 1) of each unit's group; 1 where its scores do not differ."""
-    centred = scores.values - scores.group_mean()
-    variance = scores.per_group(centred.square()) / (scores.group_size() - 1).clamp(min=1)
-    return torch.where(scores.differs(), variance, 1.0).sqrt()
 
 
 def with_greedy_rewards(rollouts: RolloutBatch, greedy: RolloutBatch) -> RolloutBatch:

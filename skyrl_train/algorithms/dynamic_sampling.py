@@ -110,9 +110,14 @@ def sample_dynamically(
     if rollouts is not None:
         return Sampled(state=SamplingState(), rollouts=rollouts, metrics=metrics)
     if num_batches >= config.dynamic_sampling_max_batches:
+        found = (
+            f" gave {counted(num_kept, 'prompt')} whose trajectories differ in reward, where {num_prompts} are needed"
+        )
+        if kept is None:
+            least = f"trainer.algorithm.filters.replace_min_share={config.replace_min_share:g}"
+            found = f", in none of which {least} of the prompts have trajectories that differ in reward"
         raise DataError(
-            f"dynamic sampling: {counted(num_batches, 'generated batch')} ({counted(seen, 'prompt')}) gave "
-            f"{counted(num_kept, 'prompt')} whose trajectories differ in reward, where {num_prompts} are needed. "
+            f"dynamic sampling: {counted(num_batches, 'generated batch')} ({counted(seen, 'prompt')}){found}. "
             "The task is too easy or too hard for the model, or generator.n_samples_per_prompt is too small; to go on "
             "without, set trainer.algorithm.filters.dynamic_sampling=none"
         )

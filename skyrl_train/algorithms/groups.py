@@ -24,7 +24,7 @@ class Scores:
     """What is compared: one score per unit (a trajectory, or a turn), each unit in one group."""
 
     values: Tensor
-    """Return `[units]` float64: the mean score of each unit's group."""
+    """`[units]` float64: the score of each."""
     group: Tensor
     """`[units]` int64, 0 .. groups - 1."""
     num_tokens: Tensor
@@ -48,6 +48,12 @@ class Scores:
     def group_mean(self) -> Tensor:
         """Return `[units]` float64: the mean score of each unit's group."""
         return self.per_group(self.values) / self.group_size()
+
+    def deviation(self) -> Tensor:
+        """Return `[units]` float64: the sample deviation (n - 1) of each unit's group; 1 where its scores do not differ."""
+        centred = self.values - self.group_mean()
+        variance = self.per_group(centred.square()) / (self.group_size() - 1).clamp(min=1)
+        return torch.where(self.differs(), variance, 1.0).sqrt()
 
     def differs(self) -> Tensor:
         """Return `[units]` bool: whether the unit's group has at least two units whose scores differ by more than rounding.

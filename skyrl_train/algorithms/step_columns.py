@@ -18,7 +18,7 @@ from skyrl_train.algorithms.losses.policy import sequence_weights, with_proximal
 from skyrl_train.algorithms.losses.ratios import Turns, sequences_of_flat
 from skyrl_train.algorithms.losses.sequence import statistic_of
 from skyrl_train.batch import TrainingInputBatch
-from skyrl_train.batch.steps import tokens_with_loss
+from skyrl_train.batch.steps import copies_of_tokens, tokens_with_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, reads_whole_step
 from skyrl_train.telemetry import Mean, Metric, StepMetrics
 
@@ -56,22 +56,28 @@ def with_step_columns(
             columns["sequence_log_ratio"] = statistic(inputs, trajectories_of(batch), config).squeeze(0)
     if weighs:
         sequences = trajectories_of(batch) if config.sequence_unit == "trajectory" else _turns_of(batch)
-        weights, metrics = sequence_weights(_flat_inputs(batch, config, current), sequences, config)
+        inputs, copies = _flat_inputs(batch, config, current), copies_of_tokens(batch)
+        weights, metrics = sequence_weights(inputs, sequences, config, copies=copies)
         columns["policy_weights"] = weights.squeeze(0)
     if config.entropy_quantile > 0:
-        kept, share = high_entropy(score("entropy", batch), tokens_with_loss(batch), config.entropy_quantile)
+        kept, share = high_entropy(
+            score("entropy", batch), tokens_with_loss(batch), config.entropy_quantile, copies=copies_of_tokens(batch)
+        )
         columns["policy_weights"] = torch.where(kept, columns["policy_weights"], 0.0)
         metrics |= share
     return (batch.with_columns(**columns), metrics) if columns else (batch, metrics)
 
 
-def high_entropy(entropy: Tensor, mask: Tensor, quantile: float) -> tuple[Tensor, dict[str, Metric]]:
+def high_entropy(
+    entropy: Tensor, mask: Tensor, quantile: float, *, copies: Tensor | None = None
+) -> tuple[Tensor, dict[str, Metric]]:
     """Return, of tokens `[tokens]`, those of `mask` whose entropy is at least the quantile of all of them, linearly
-    interpolated.
+    interpolated. `copies`, integers of the same shape: how often the quantile counts each, once unless given.
 
     Beyond the 80/20 Rule, arXiv:2506.01939, equations 4 and 5, whose rho is `1 - quantile`.
     """
-    ordered = entropy[mask].double().sort().values
+    counted = entropy[mask] if copies is None else entropy[mask].repeat_interleave(copies[mask])
+    ordered = counted.double().sort().values
     if not ordered.numel():
         return mask, {}
     position = quantile * (len(ordered) - 1)

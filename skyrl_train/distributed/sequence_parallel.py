@@ -26,7 +26,7 @@ from skyrl_train.errors import ModelError
 
 
 class SequenceGroup:
-    """The ranks that this one computes micro-batches with. Implements `batch.layout.PositionGroup`.
+    """The ranks that this one computes micro-batches with. Implements `batch.layouts.PositionGroup`.
 
     With `size` 2, ranks 0 and 1 are a group, 2 and 3 the next: the rows of a mesh (data parallel x sequence parallel)
     whose columns are ranks with other rows.

@@ -362,10 +362,14 @@ class HFEngine(TellsWhenBusy):
                 waiting.fail(broken)
             return
         for waiting, response in zip(batch, responses):
-            waiting.succeed(response)
+            if response is None:
+                waiting.fail(_without_adapter(waiting.request.adapter))
+            else:
+                waiting.succeed(response)
 
-    def _generate(self, batch: list[_Waiting], begins_wave: bool) -> list[Response]:
-        """On the engine's thread. Stops early once nobody waits any more."""
+    def _generate(self, batch: list[_Waiting], begins_wave: bool) -> list[Response | None]:
+        """On the engine's thread. Stops early once nobody waits any more. None for a request whose adapter has gone
+        meanwhile."""
         with self._turn_lock:
             self._weights_lock.acquire()
         try:
@@ -374,22 +378,28 @@ class HFEngine(TellsWhenBusy):
                 self._decoder.forget()
             if begins_wave:
                 self._decoder.start_wave()
-            for waiting in batch:
-                self._require_adapter(waiting.request.adapter)  # it may have gone meanwhile
-            return self._decoder.run(
-                [waiting.request for waiting in batch],
-                wanted=lambda: not all(waiting.future.done() for waiting in batch),
+            here = [waiting for waiting in batch if self._has_adapter(waiting.request.adapter)]
+            if not here:
+                return [None] * len(batch)
+            responses = self._decoder.run(
+                [waiting.request for waiting in here],
+                wanted=lambda: not all(waiting.future.done() for waiting in here),
                 version=self._version_between_tokens,
-                listeners=[waiting.listener for waiting in batch],
+                listeners=[waiting.listener for waiting in here],
             )
+            found = dict(zip(here, responses))
+            return [found.get(waiting) for waiting in batch]
         finally:
             self._forget_gone()
             self._weights_lock.release()
             return_free_memory()  # between kept keys lie holes that no larger tensor fits in
 
+    def _has_adapter(self, name: str) -> bool:
+        return not name or name in self._slots
+
     def _require_adapter(self, name: str) -> None:
-        if name and name not in self._slots:
-            raise EngineError(f"the engine has no adapter {name!r}")
+        if not self._has_adapter(name):
+            raise _without_adapter(name)
 
     def _version_between_tokens(self) -> int:
         """The version of the weights, after an update that waits for them, where one may come now."""
@@ -425,6 +435,10 @@ def load_for_engine(model: ModelConfig, device: str) -> PreTrainedModel:
     loaded = load_causal_lm(whole, device, dtype=weight_dtype(whole, frozen=True))
     use_grouped_attention(loaded)
     return loaded
+
+
+def _without_adapter(name: str) -> EngineError:
+    return EngineError(f"the engine has no adapter {name!r}")
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

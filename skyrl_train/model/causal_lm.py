@@ -34,7 +34,7 @@ import skyrl_train.data.assets
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.data.sources import endpoint, is_reachable, problem_of
 from skyrl_train.errors import ModelError
-from skyrl_train.model.gguf import gguf_folder
+from skyrl_train.model.gguf import gguf_folder, reason_of
 from skyrl_train.model.layers.logprobs import OutputHead, token_scores
 from skyrl_train.model.layers.numerics import asked_attention, in_4_bits, say_eager
 from skyrl_train.model.parallel.tensor_parallel import local_part, vocabulary_of
@@ -100,7 +100,7 @@ def _hub_folder(name: str, revision: str | None) -> Path:
         try:
             return Path(snapshot_download(etag_timeout=_HUB_TIMEOUT_S, **request))
         except Exception as error:
-            problem, cause = _reason(error), error
+            problem, cause = reason_of(error), error
     raise ModelError(
         f"model path {name!r}: no such folder here, not in the local cache, and the hub did not give it "
         f"({problem}). Check the name and the network (HF_TOKEN for gated models), or give a folder "
@@ -150,7 +150,7 @@ def read_causal_lm(model: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedMo
     try:
         loaded = load(folder, dtype, model)
     except Exception as error:
-        raise ModelError(f"model path {model.path!r}: {folder} cannot be loaded: {_reason(error)}") from error
+        raise ModelError(f"model path {model.path!r}: {folder} cannot be loaded: {reason_of(error)}") from error
     causal_lm, missing = _checked(loaded, model, dtype)
     require_finite(((name, value) for name, value in causal_lm.named_parameters() if name not in missing), model)
     return causal_lm, missing
@@ -236,7 +236,7 @@ def empty_causal_lm(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -
                 trust_remote_code=model.trust_remote_code,
             )
     except Exception as error:
-        raise ModelError(f"model path {model.path!r}: {folder} cannot be built: {_reason(error)}") from error
+        raise ModelError(f"model path {model.path!r}: {folder} cannot be built: {reason_of(error)}") from error
     empty.tie_weights()  # which comes with initialization otherwise
     place_model(empty, model, "cpu")
     empty.train()
@@ -260,7 +260,7 @@ def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.devic
         loaded.to(device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:
         raise ModelError(
-            f"model path {model.path!r} cannot be put on device {str(device)!r}: {_reason(error)}. "
+            f"model path {model.path!r} cannot be put on device {str(device)!r}: {reason_of(error)}. "
             "Set platform.device to one that this machine has, e.g. platform=cpu"
         ) from error
     if model.recomputes:
@@ -304,7 +304,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         )
     except Exception as error:
         raise ModelError(
-            f"tokenizer path {path!r}: {folder} holds no usable tokenizer: {_reason(error)}. "
+            f"tokenizer path {path!r}: {folder} holds no usable tokenizer: {reason_of(error)}. "
             "Give one with model.tokenizer_path"
         ) from error
     return tokenizer
@@ -346,7 +346,9 @@ def check_head(model: PreTrainedModel, *, name: str) -> None:
         hidden = last_hidden_state(model, input_ids)[0, :-1]
         logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
     except Exception as error:
-        raise ModelError(f"model path {name!r}: {type(model).__name__} fails on 8 tokens: {_reason(error)}") from error
+        raise ModelError(
+            f"model path {name!r}: {type(model).__name__} fails on 8 tokens: {reason_of(error)}"
+        ) from error
     targets = input_ids[0, 1:]
     expected = torch.log_softmax(logits.float(), dim=-1).gather(1, targets[:, None]).squeeze(1)
     found, _ = token_scores(hidden, targets, output_head(model), with_entropy=False)
@@ -384,8 +386,3 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

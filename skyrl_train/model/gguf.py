@@ -285,7 +285,7 @@ def _write(file: Path, folder: Path, digest: str) -> None:
         numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
     except Exception as error:
         raise ModelError(
-            f"it is cut off, or of a kind that the package gguf does not read ({_first_line(error)})"
+            f"it is cut off, or of a kind that the package gguf does not read ({reason_of(error)})"
         ) from error
     needed, free = 4 * numbers, shutil.disk_usage(folder).free
     if needed > free:
@@ -321,7 +321,8 @@ def _write(file: Path, folder: Path, digest: str) -> None:
     sync_tree(folder)
 
 
-def _first_line(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return what kind of error it is, and the first line of what it says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
@@ -338,7 +339,7 @@ def main() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         _write(Path(path), Path(rest[0]), rest[1])
     except Exception as error:  # whatever it is, one line tells the user
-        sys.exit(str(error) if isinstance(error, SkyrlTrainError) else _first_line(error))
+        sys.exit(str(error) if isinstance(error, SkyrlTrainError) else reason_of(error))
 
 
 if __name__ == "__main__":

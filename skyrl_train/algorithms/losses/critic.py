@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossOutput
-from skyrl_train.algorithms.losses.ratios import masked
+from skyrl_train.algorithms.losses.ratios import masked, token_means
 from skyrl_train.batch import require_bool, require_float, require_rows, rounding_tolerance
 from skyrl_train.config.algorithm import AlgorithmConfig, NonNegative
-from skyrl_train.telemetry import Mean, later
 
 DECLARED_METRICS = """
 critic/value_loss | | Half the squared distance of values from returns. | with a critic | verl `critic/vf_loss`; SkyRL
@@ -64,14 +63,11 @@ def value_loss(inputs: ValueLossInputs, _config: AlgorithmConfig, *, value_clip:
         was_clipped = (clipped_losses > losses) & ((values - old_values).abs() > value_clip)
         losses = torch.maximum(losses, clipped_losses)
     losses = masked(0.5 * losses, mask)
-    with torch.no_grad():
-        columns = (losses, was_clipped, values, (values - returns).abs())
-        weight = later(mask.sum().double())
-        sums = [later(masked(column.double(), mask).sum()) for column in columns]
-    names = ("value_loss", "clip_fraction", "value", "abs_error")
-    return PolicyLossOutput(
-        token_losses=losses, metrics={f"critic/{name}": Mean(total, weight) for name, total in zip(names, sums)}
+    abs_error = (values - returns).detach().abs()
+    metrics = token_means(
+        mask, "critic", value_loss=losses, clip_fraction=was_clipped, value=values, abs_error=abs_error
     )
+    return PolicyLossOutput(token_losses=losses, metrics=metrics)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float | None:

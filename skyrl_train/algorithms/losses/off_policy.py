@@ -61,16 +61,18 @@ def off_policy_weights(
     config: OffPolicyConfig,
     *,
     sequences: Turns | None = None,
+    copies: Tensor | None = None,
 ) -> Correction:
     """Weights from `ratio = exp(old_logprob - rollout_logprob)`; all `[rows, len]`, `loss_mask` bool.
 
     Truncated importance sampling per token: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
     (Yao et al., 2025, fengyao.notion.site/off-policy-rl). Masked per token: IcePop, arXiv:2510.18855. Per sequence
     (product over a turn's tokens), geometric mean, and masks on either: When Speed Kills Stability (Liu et al., 2025, a
-    report without arXiv number). Further criteria: `rejection.rejected`. Everything is taken per sequence, a turn where
+    report without arXiv number). Further criteria: `rejected`. Everything is taken per sequence, a turn where
     `sequences` gives no other, so it depends neither on the micro-batch nor on whether a trajectory has one row or one row
-    per turn; but with `batch_normalize` the tokens are all of those of the optimizer step. A NaN stays a NaN: it is never
-    masked away silently. Raises BatchError for malformed inputs.
+    per turn; but with `batch_normalize` the tokens are all of those of the optimizer step, of which `copies`, integers, says
+    how often each counts in the mean (once unless given). A NaN stays a NaN: it is never masked away silently. Raises
+    BatchError for malformed inputs.
     """
     shape = require_rows("old_logprobs", old_logprobs)
     require_float("old_logprobs", old_logprobs, shape)
@@ -82,7 +84,7 @@ def off_policy_weights(
 
     weights, changed = _weights(ratio, product, geometric, config)
     if config.batch_normalize:
-        weights = weights / _mean_weight(weights, turns, config)
+        weights = weights / _mean_weight(weights, turns, config, copies)
     under, over = torch.zeros_like(loss_mask), torch.zeros_like(loss_mask)
     if config.sequence_mask != "none":
         value = geometric if config.sequence_mask == "geometric" else product
@@ -114,9 +116,10 @@ def off_policy_weights(
     )
 
 
-def _mean_weight(weights: Tensor, turns: Turns, config: OffPolicyConfig) -> Tensor:
+def _mean_weight(weights: Tensor, turns: Turns, config: OffPolicyConfig, copies: Tensor | None) -> Tensor:
     """Return the mean weight over tokens, or over sequences where a sequence has one weight; 1 where nothing has any."""
-    kept = weights[turns.mask if config.weight == "token" else turns.starts]
+    chosen = turns.mask if config.weight == "token" else turns.starts
+    kept = weights[chosen] if copies is None else weights[chosen].repeat_interleave(copies.view_as(chosen)[chosen])
     mean = kept.mean() if kept.numel() else weights.new_ones(())
     return torch.where(mean > SMALLEST_MEAN_WEIGHT, mean, 1.0)
 

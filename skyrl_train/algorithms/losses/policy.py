@@ -81,16 +81,16 @@ def _as_declared(inputs: PolicyLossInputs, reads: Reads) -> PolicyLossInputs:
 
 
 def sequence_weights(
-    inputs: PolicyLossInputs, sequences: Turns, config: AlgorithmConfig
+    inputs: PolicyLossInputs, sequences: Turns, config: AlgorithmConfig, *, copies: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return `[rows, len]` without gradient: what `trainer.algorithm.off_policy` makes of these sequences. Raises
-    BatchError.
+    """Return `[rows, len]` without gradient: what `trainer.algorithm.off_policy` makes of these sequences. `copies`: as of
+    `off_policy_weights`. Raises BatchError.
     """
     weights, metrics = torch.ones_like(inputs.logprobs), dict[str, Metric]()
     if config.off_policy.enabled:
         rollout = needed("rollout_logprobs", inputs.rollout_logprobs)
         correction = off_policy_weights(
-            inputs.old_logprobs, rollout, inputs.loss_mask, config.off_policy, sequences=sequences
+            inputs.old_logprobs, rollout, inputs.loss_mask, config.off_policy, sequences=sequences, copies=copies
         )
         weights, metrics = weights * correction.weights, metrics | correction.metrics
     if config.off_policy.negative_kl_max > 0:

@@ -145,12 +145,12 @@ def sequences_of_flat(mask: Tensor, owner: Tensor) -> Turns:
     return Turns(mask=mask.unsqueeze(0), starts=starts.unsqueeze(0), number=number.unsqueeze(0))
 
 
-def token_means(mask: Tensor, **columns: Tensor) -> dict[str, Metric]:
-    """`policy/NAME`: mean over the masked tokens, read back from the device later."""
+def token_means(mask: Tensor, group: str = "policy", /, **columns: Tensor) -> dict[str, Metric]:
+    """`GROUP/NAME`: mean over the masked tokens, read back from the device later."""
     with torch.no_grad():
         weight = later(mask.sum().double())
         totals = [later(masked(column.detach().double(), mask).sum()) for column in columns.values()]
-    return {f"policy/{name}": Mean(total, weight) for name, total in zip(columns, totals)}
+    return {f"{group}/{name}": Mean(total, weight) for name, total in zip(columns, totals)}
 
 
 def ratio_metrics(mask: Tensor, log_ratio: Tensor, **columns: Tensor) -> dict[str, Metric]:

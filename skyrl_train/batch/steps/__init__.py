@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         check_staleness as check_staleness,
         close_mini_batch as close_mini_batch,
         computed_together as computed_together,
+        copies_of_tokens as copies_of_tokens,
         mini_batches as mini_batches,
         rows_with_loss as rows_with_loss,
         stage as stage,

@@ -112,9 +112,8 @@ def close_mini_batch(
         )
     closed = batch.with_spread("loss_weights", row_weights)
     if normalize_advantages:
-        # What was drawn k times weighs as k copies in the loss, and so in mean and variance.
-        drawn = torch.repeat_interleave(batch["sample_count"], batch.lengths) if "sample_count" in batch else None
-        closed = closed.with_columns(advantages=whiten(batch["advantages"], tokens_with_loss(batch), copies=drawn))
+        advantages = whiten(batch["advantages"], tokens_with_loss(batch), copies=copies_of_tokens(batch))
+        closed = closed.with_columns(advantages=advantages)
     return MiniBatch(batch=closed, denominators=counts.denominators)
 
 
@@ -153,6 +152,12 @@ def tokens_with_loss(batch: TrainingInputBatch) -> Tensor:
     if not bool(batch["is_padding"].any()):
         return batch["loss_mask"]
     return batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
+
+
+def copies_of_tokens(batch: TrainingInputBatch) -> Tensor | None:
+    """Return `[num_tokens]` integers, how often statistics over the step count each token: what was drawn k times weighs as
+    k copies in the loss, and so in these. None where nothing was resampled."""
+    return torch.repeat_interleave(batch["sample_count"], batch.lengths) if "sample_count" in batch else None
 
 
 def rows_with_loss(batch: TrainingInputBatch) -> Tensor:

@@ -8,8 +8,7 @@ pass of attention, keys split over thread blocks). With `deterministic` none of 
                  and names itself. Compiled code is then chosen without timing kernels against each other
     cuBLAS       one workspace of a fixed size, by `CUBLAS_WORKSPACE_CONFIG`, which is read when CUDA starts
     attention    `model/layers/attention.py` asks variable-length attention for one pass over the keys (`num_splits=1`),
-    which torch
-                 before 2.12 cannot be told; flex attention adds up without atomics in any case
+                 which torch before 2.12 cannot be told; flex attention adds up without atomics in any case
 
 And in which types weights are held, and which attention is asked for.
 """

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _BUILTIN = "builtin:"
 _VARIANTS = ("-coder", "-math")
 """Parts of a name that say nothing of sizes; so do endings such as `-Instruct`."""
+_SOURCES = ("model/sizes", "model/vision")
+"""Folders of this package whose code decides what sizes a config has."""
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -136,12 +138,18 @@ def known_architectures() -> Mapping[str, Mapping[str, Any]]:
 def model_sizes(path: str, *, revision: str | None = None) -> ModelSizes:
     """Return sizes of the model at `path`: a folder with config.json, `builtin:NAME`, or a hub name.
 
-    Raises ModelError that says what to do where the config cannot be had, or no model can be built from it.
+    A file of remembered sizes that cannot be read or written costs time and nothing else. Raises ModelError that says what
+    to do where the config cannot be had, or no model can be built from it.
     """
     config = read_architecture(path, revision=revision)
     _require_sizes(text_part(config), path)
-    found = remembered("sizes", [config], lambda: asdict(sizes_of_model(meta_model(config, name=path))))
-    return ModelSizes(**found)
+    # Counted once, and remembered for later processes with the same versions of the libraries and of what counts here.
+    file = remembered_file("sizes", [config, source_stamps(_SOURCES)])
+    with suppress(OSError, ValueError, TypeError):
+        return ModelSizes(**json.loads(file.read_text(encoding="utf-8")))
+    found = sizes_of_model(meta_model(config, name=path))
+    remember(file, asdict(found))
+    return found
 
 
 def sizes_of_model(model: PreTrainedModel) -> ModelSizes:
@@ -289,20 +297,6 @@ def meta_model(config: Mapping[str, Any], *, name: str, attention: str = "auto",
             )
     except Exception as error:
         raise ModelError(f"model path {name!r}: no model of model_type={kind!r} can be built: {error}") from error
-
-
-def remembered(kind: str, key: object, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `make` made for this `key`, now or in an earlier process with the same versions of the libraries.
-
-    A file that cannot be read or written costs time and nothing else.
-    """
-    file = remembered_file(kind, key)
-    with suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
-    found = make()
-    remember(file, found)
-    return found
 
 
 @functools.cache

@@ -91,7 +91,8 @@ class TestReplace:
         first = sample_dynamically(SamplingState(), batch, num_prompts=3, config=REPLACE)
         assert first.rollouts is None
         assert first.state == SamplingState(num_batches=1, num_prompts_seen=3)
-        with pytest.raises(DataError, match="dynamic_sampling=none"):
+        why = r"2 generated batches \(6 prompts\), in none of which .*replace_min_share=0.4 of the prompts have .*=none"
+        with pytest.raises(DataError, match=why):
             sample_dynamically(first.state, batch, num_prompts=3, config=REPLACE)
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.filters import sampling_weights, with_sample_counts
+from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import TrainingInputBatch
 from skyrl_train.batch.steps import close_mini_batch
-from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig, OffPolicyConfig
 from skyrl_train.parts import LOSS_REDUCTIONS
 from tests.support.layouts import fixed_rollouts, scored_batch
 from tests.support.learner_cases import make_batch
@@ -56,6 +57,28 @@ def test_advantages_are_normalized_over_the_copies() -> None:
         torch.testing.assert_close(
             counted.take([row])["advantages"], copied.take([place])["advantages"], rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AlgorithmConfig(entropy_quantile=0.5),
+        AlgorithmConfig(off_policy=OffPolicyConfig(weight="token", weight_high=9.0, batch_normalize=True)),
+        AlgorithmConfig(off_policy=OffPolicyConfig(weight="sequence", weight_high=9.0, batch_normalize=True)),
+    ],
+)
+def test_statistics_over_the_step_are_taken_over_the_copies(config: AlgorithmConfig) -> None:
+    batch = batch_of_six()
+    numbers = torch.linspace(0, 1, batch.num_tokens)
+    batch = batch.with_columns(old_logprobs=-numbers, rollout_logprobs=-2 * numbers)
+    rows = [row for row, count in enumerate(COUNTS) for _ in range(count)]
+    counted, copied = (
+        with_step_columns(each, config, lambda _what, of: -of["old_logprobs"])[0]
+        for each in (batch.with_columns(sample_count=torch.tensor(COUNTS, dtype=torch.int32)), batch.take(rows))
+    )
+    for place, row in enumerate(rows):
+        weights = (each.take([index])["policy_weights"] for each, index in ((counted, row), (copied, place)))
+        torch.testing.assert_close(*weights, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("reduction", sorted(LOSS_REDUCTIONS))

@@ -95,6 +95,22 @@ def test_an_adapter_that_is_gone_or_unknown_is_refused_and_others_stay(engine: H
     assert answers(engine, request(0, "two")) == before
 
 
+@pytest.mark.parametrize("others", [(), ("two", "")])
+def test_an_adapter_that_goes_takes_no_request_of_another_with_it(engine: HFEngine, others: tuple[str, ...]) -> None:
+    expected = [each.token_ids for each in answers(engine, *(request(0, name) for name in others))]
+
+    async def run() -> list[GenerationOutput]:
+        with engine._weights_lock:  # as a batch that is computed before
+            gone, *asked = [asyncio.ensure_future(engine.generate(request(1, name))) for name in ("one", *others)]
+            await asyncio.sleep(0)
+            engine.unload_adapter("one")
+        with pytest.raises(EngineError, match=r"^the engine has no adapter 'one'$"):
+            await gone
+        return list(await asyncio.gather(*asked))
+
+    assert [each.token_ids for each in asyncio.run(run())] == expected
+
+
 def test_an_adapter_takes_the_place_of_the_one_that_went_before_it(engine: HFEngine, learners: AdapterLearners) -> None:
     expected = answers(engine, request(0, "two"))[0]
     answers(engine, request(1, "one"))

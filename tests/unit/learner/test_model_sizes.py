@@ -51,6 +51,27 @@ def test_names_of_variants_are_known(path: str) -> None:
     assert model_sizes(path).parameters == 7_615_616_512
 
 
+@pytest.mark.parametrize("content", ["", "null", "[1]", '{"family": "qwen2"}'])
+def test_sizes_that_were_remembered_in_another_form_are_counted_anew(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_TRAIN_CACHE", str(tmp_path))
+    found = model_sizes("builtin:tiny_qwen2")
+    (file,) = tmp_path.rglob("sizes-*.json")
+    file.write_text(content)
+    assert model_sizes("builtin:tiny_qwen2") == found
+
+
+def test_sizes_that_other_code_counted_are_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TRAIN_CACHE", str(tmp_path))
+    found = model_sizes("builtin:tiny_qwen2")
+    (file,) = tmp_path.rglob("sizes-*.json")
+    file.write_text(file.read_text().replace('"tower_layers": 0', '"tower_layers": 1'))
+    assert model_sizes("builtin:tiny_qwen2").tower_layers == 1, "it is remembered"
+    monkeypatch.setattr("skyrl_train.model.sizes.counts.source_stamps", lambda _folders: [])
+    assert model_sizes("builtin:tiny_qwen2") == found
+
+
 def test_weights_to_load_are_those_of_the_files_or_else_two_bytes_a_parameter(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x" * 1000)
     (tmp_path / "b.safetensors").write_bytes(b"x" * 500)
