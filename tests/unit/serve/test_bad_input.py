@@ -74,6 +74,16 @@ def test_messages_whose_parts_do_not_fit_fail_in_their_turn(ann: Caller, change:
     assert ann.logprobs(model, 2), "the number was used: the next request does not wait for it"
 
 
+def test_what_a_client_says_beside_what_is_read_makes_no_model(ann: Caller, server: Any) -> None:
+    model = ann.model()
+    sampler = ann.snapshot(model, 1, 0)
+    known = dict(server.service.records.models)
+    for number, facts in enumerate(({}, {"rank": 8, "seed": 1})):
+        assert "metrics" in ann.outcome(ann.step(model, 2 + number, facts=facts))
+        ann.outcome(ann.sample(sampler, number, facts=facts))
+    assert server.service.records.models == known
+
+
 def test_sparse_tensors_are_bounded_and_must_fit(ann: Caller) -> None:
     model = ann.model()
     bad: list[tuple[list[int], list[int], list[int]]] = [
