@@ -84,6 +84,17 @@ def test_what_a_client_says_beside_what_is_read_makes_no_model(ann: Caller, serv
     assert server.service.records.models == known
 
 
+def test_half_of_a_surrogate_pair_is_answered_as_it_came(ann: Caller, model: str) -> None:
+    def sent(route: str, content: Any) -> Any:
+        return ann.http.post(f"/api/v1/{route}", content=json.dumps(content), headers=ann.headers)
+
+    metadata = {"name": "\ud83d"}
+    session = sent("create_session", {"user_metadata": metadata}).json()["session_id"]
+    assert ann.get(f"sessions/{session}")["user_metadata"] == metadata
+    refused = sent("unload_model", {"model_id": model, "seq_id": "\ud83d"})
+    assert (refused.status_code, "must be a whole number" in refused.json()["error"]) == (400, True)
+
+
 def test_sparse_tensors_are_bounded_and_must_fit(ann: Caller) -> None:
     model = ann.model()
     bad: list[tuple[list[int], list[int], list[int]]] = [
