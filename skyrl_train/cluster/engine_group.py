@@ -459,6 +459,7 @@ class GroupEngine:
             try:
                 await asyncio.wait_for(asyncio.wrap_future(ask_for_sign_of_life(actor).future()), limit)
             except asyncio.TimeoutError:
+                actor.is_silent = True
                 self._lose(index, actor, await silent_for(limit))
             except ray.exceptions.RayError as error:
                 self._lose(index, actor, f"died: {reason_of(error)}")

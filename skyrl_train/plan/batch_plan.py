@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from skyrl_train.config import TrainerConfig
 from skyrl_train.config.derived import ScheduleLength
-from skyrl_train.config.models import GeneratorConfig
+from skyrl_train.config.models import GeneratorConfig, OptimizerConfig
 from skyrl_train.config.rules import Role, Sizes
+from skyrl_train.parts import OPTIMIZERS
 
 SHORTEST_ROW = 2
 """Tokens of the shortest row: one of a prompt, one of a response."""
@@ -179,6 +180,11 @@ def samples_per_step(trainer: TrainerConfig, generator: GeneratorConfig, role: R
 def samples_per_batch(trainer: TrainerConfig, generator: GeneratorConfig) -> int:
     """Trajectories of one training batch."""
     return trainer.train_batch_size * generator.n_samples_per_prompt
+
+
+def optimizer_state_bytes(optimizer: OptimizerConfig) -> int:
+    """Return the bytes of an optimizer's state for each parameter: AdamW's for a custom one, of which nothing is known."""
+    return 0 if OPTIMIZERS.name_of(optimizer.name) == "sgd" else 8
 
 
 def span(fewest: int, most: int) -> str:

@@ -26,7 +26,7 @@ from skyrl_train.batch.layouts import ModelShape, rates_of
 from skyrl_train.config.models import GeneratorConfig, ModelConfig, PlatformConfig
 from skyrl_train.model.sizes import remember, remembered_file, source_stamps
 from skyrl_train.plan.batch_plan import BatchPlan
-from skyrl_train.plan.estimate import PassEstimate, RowLengths
+from skyrl_train.plan.estimate import PassEstimate, RowLengths, sampled_lengths
 from skyrl_train.plan.forms.scale import EngineRates, MachineRates
 from skyrl_train.plan.time import Rates, Work, sampled_share
 from skyrl_train.system import gpu_name
@@ -138,8 +138,8 @@ def _rollout_seconds(
     engine: EngineRates, lengths: RowLengths, samples: float, *, same_prompt: int, longer: float = 1.0
 ) -> float:
     """Of so many samples on one engine, in waves of its slots; `longer`: how much so their responses are than `lengths`."""
-    prompts = np.array([float(shared[0]) for shared in lengths.shared] or [0.0])
-    responses = longer * (np.array([float(rows[-1]) for rows in lengths.trajectories]) - prompts)
+    prompts, responses = sampled_lengths(lengths)
+    responses = longer * responses
     together = min(samples, engine.slots)
     # The longest of n draws is the quantile n / (n + 1), nearly.
     steps = samples / max(1.0, together) * float(np.quantile(responses, together / (together + 1)))

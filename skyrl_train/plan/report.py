@@ -12,7 +12,7 @@ from skyrl_train.batch.steps import learning_rate
 from skyrl_train.config import TrainerConfig
 from skyrl_train.config.models import ModelConfig, OptimizerConfig
 from skyrl_train.errors import Violation, byte_size, counted
-from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
+from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, optimizer_state_bytes, span
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.memory.device import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
@@ -332,7 +332,7 @@ def storage_items(
         when="every batch",
     )
     if num_parameters is not None:
-        state = num_parameters * (4 if trainer.policy.optimizer.name == "sgd" else 12)
+        state = num_parameters * (4 + optimizer_state_bytes(trainer.policy.optimizer))
         yield Storage(
             what="weights to the inference engine",
             kind="moved",

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from skyrl_train.config import PlanConfig, RolloutsConfig, TrainerConfig
 from skyrl_train.errors import DataError, byte_size, counted, three_digits
-from skyrl_train.plan.batch_plan import BatchPlan, ceil_div
+from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, optimizer_state_bytes
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, sampled_lengths
 from skyrl_train.telemetry import phase_seconds
 
@@ -374,7 +374,7 @@ def disk_bytes(
     if num_parameters is None:
         return found
     trained = sum(learner.role in ("policy", "critic") for learner in plan.learners)
-    state = 4 if trainer.policy.optimizer.name == "sgd" else 12  # float32, and AdamW's two averages
+    state = 4 + optimizer_state_bytes(trainer.policy.optimizer)  # beside the parameter, in float32
     written = ceil_div(plan.total_steps, trainer.ckpt_interval) if trainer.ckpt_interval else 1
     kept = min(trainer.max_ckpts_to_keep, written)
     # a checkpoint is whole before the oldest goes

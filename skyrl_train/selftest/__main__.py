@@ -61,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _worker(options.worker)
     try:
         cases = [] if options.measure else chosen_cases(options.only)
-        if options.docs is not None and measure.BEGIN not in options.docs.read_text(encoding="utf-8"):
-            raise ValueError(f"--docs {options.docs}: has no line {measure.BEGIN}")
+        page = "" if options.docs is None else options.docs.read_text(encoding="utf-8")
+        if options.docs is not None and measure.END not in page.partition(measure.BEGIN)[2]:
+            raise ValueError(f"--docs {options.docs}: has no line {measure.BEGIN}, or no {measure.END} behind it")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if options.list:

@@ -60,7 +60,9 @@ class SharedProcess:
         self._host: ProcessHost | None = None
         self._process: StartedProcess | None = None
         self._orders = -1
-        self.log = Path(tempfile.mkstemp(prefix="skyrl-selftest-", suffix=".log")[1])
+        descriptor, log = tempfile.mkstemp(prefix="skyrl-selftest-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(log)
 
     def take(self, order: Path, *, hide_cuda: bool) -> StartedProcess:
         """Give it an order; return the process, begun where there is none."""

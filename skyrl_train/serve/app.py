@@ -8,6 +8,7 @@ failed is told so by its promise, with status 200, as SDKs expect it.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -65,6 +66,13 @@ logger = logging.getLogger(__name__)
 Verb = Callable[["Call"], Awaitable[Any]]
 
 
+class _Answer(JSONResponse):
+    """In ASCII: a text of a client may hold half of a surrogate pair, which is no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
 class Call:
     """One HTTP request of a tenant."""
 
@@ -117,14 +125,14 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
         try:
             tenant = _tenant(request, tenants)
             found = await verb(Call(request, tenant, await _body(request)))
-            return found if isinstance(found, Response) else JSONResponse(found)
+            return found if isinstance(found, Response) else _Answer(found)
         except Refused as error:
-            return JSONResponse(error.body, error.status)
+            return _Answer(error.body, error.status)
         except SaveError as error:
-            return JSONResponse(Refused(str(error), category="server").body, 503)
+            return _Answer(Refused(str(error), category="server").body, 503)
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
-            return JSONResponse(Refused("the server failed at this", category="server").body, 500)
+            return _Answer(Refused("the server failed at this", category="server").body, 500)
 
     def route(path: str, verb: Verb, *methods: str, below: str = f"{API}/") -> Route:
         async def endpoint(request: HTTPRequest) -> Response:
@@ -139,7 +147,7 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
         return verb
 
     async def health(_: HTTPRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+        return _Answer({"status": "ok"})
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -159,7 +167,7 @@ def make_app(service: Service, tenants: Mapping[str, str]) -> Starlette:
         try:
             return FileResponse(service.checkpoints.file(request.path_params), media_type="application/octet-stream")
         except Refused as error:
-            return JSONResponse(error.body, error.status)
+            return _Answer(error.body, error.status)
 
     constants = [route(path, constant(content)) for path, content in _CONSTANT.items()]
     signed = Route(f"{API}/download/{{expires}}/{{signature}}/{{model}}/{{part}}/{{name}}/{{file}}", download)
@@ -346,7 +354,7 @@ class _Api:
         request_id = call.content.get("request_id")
         outcome = await self._service.retrieve(call.tenant, request_id, timeout_s=_POLL_S)
         if outcome is None:
-            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+            return _Answer({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         if "error" in outcome:
             return {"error": outcome["error"], "category": outcome["category"]}
         if "json" in outcome:

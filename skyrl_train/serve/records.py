@@ -266,7 +266,7 @@ class Records:
             place=place,
         )
         self.num_open[line["tenant"]] += 1
-        if "facts" in content:
+        if line["verb"] in MAKES_MODEL:  # of others the content is the client's, and may name anything
             facts, number = ModelFacts(**content["facts"]), self.num_adapters
             self.num_adapters += 1
             metadata = content.get("metadata")
@@ -300,9 +300,13 @@ class Records:
         """Return a tenant's sampler. Raises Refused where there is none of that id."""
         return _own(self.samplers, tenant, sampler_id, "sampler")
 
+    def model_of(self, sampler: Sampler) -> Model | None:
+        """Return the model whose weights are sampled from; None for the base's."""
+        return self.models.get((sampler.path or "").removeprefix("tinker://").partition("/")[0])
+
     def base_of(self, sampler: Sampler) -> str:
         """Return the base of what is sampled from, as it is recorded."""
-        model = self.models.get((sampler.path or "").removeprefix("tinker://").partition("/")[0])
+        model = self.model_of(sampler)
         return sampler.base if model is None else model.facts.base
 
     def promise(self, tenant: str, request_id: object) -> Promise:

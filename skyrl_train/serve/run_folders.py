@@ -77,11 +77,9 @@ class RunFolders:
 
     def _model_of(self, request: Request) -> Model | None:
         """A verb's model, or the one whose weights are sampled from; None for samples of the base."""
-        owner = request.owner
         if request.verb == "sample":
-            path = self._records.samplers[owner].path or ""
-            owner = path.removeprefix("tinker://").partition("/")[0]
-        return self._records.models.get(owner)
+            return self._records.model_of(self._records.samplers[request.owner])
+        return self._records.models.get(request.owner)
 
     def _write(self, model: Model, request: Request, line: Mapping[str, Any], num_open: int) -> None:
         try:

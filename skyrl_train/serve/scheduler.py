@@ -86,6 +86,8 @@ class Scheduler:
                 else:
                     model.next_seq = max(model.next_seq, seq + 1)
             model.behind_anchor.extend(_behind(model.anchor, own))
+            for seq in model.waiting:
+                self._limit_wait(model, seq)
         for owner, of_owner in promises.items():
             for _, request_id, promise in of_owner if owner in self._records.samplers else ():
                 if not promise.done.is_set():
@@ -113,9 +115,7 @@ class Scheduler:
         if request.verb == "sample":
             self._begin_sample(request)
             return
-        model = self._records.models[request.owner]
-        if request.seq > model.next_seq:
-            asyncio.get_running_loop().call_later(_GAP_TIMEOUT_S, self._give_up, model, request.seq)
+        self._limit_wait(self._records.models[request.owner], request.seq)
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -154,8 +154,8 @@ class Scheduler:
                 await self._upkeep.bring([model for model, request in together])
             except ActorLostError:
                 raise
-            except Exception as error:
-                return [failed(error, request) for _, request in together]
+            except Exception as error:  # of the first, as the others are in memory: their turns come again
+                return [failed(error, together[0][1]), *[None] * (len(together) - 1)]
             if len(together) > 1:
                 return await self._verbs.execute_passes(together)
             return [await self._verbs.execute(*together[0])]
@@ -208,10 +208,11 @@ class Scheduler:
     async def _conclude(self, model: Model, request: Request, line: Line) -> None:
         seq = request.seq
         await self._upkeep.before_outcome(model, request, line)
+        replaced = self._records.checkpoints.get(line.get("checkpoint", {}).get("path", ""))
         await self._ledger.settle(request, line)
         model.waiting.pop(seq, None)
         model.next_seq = max(model.next_seq, seq + 1)
-        await self._upkeep.after(model, request, line)
+        await self._upkeep.after(model, request, line, replaced)
 
     def _begin_sample(self, request: Request) -> None:
         task = asyncio.create_task(self._sample(request))
@@ -230,10 +231,18 @@ class Scheduler:
             line = failed(error, request)
         await self._ledger.settle(request, line)
 
+    def _limit_wait(self, model: Model, seq: int) -> None:
+        """Have a request fail that waits too long for one before it."""
+        if seq > model.next_seq:
+            asyncio.get_running_loop().call_later(_GAP_TIMEOUT_S, self._give_up, model, seq)
+
     def _give_up(self, model: Model, seq: int) -> None:
         """Fail a request that still waits for one that never came, and go on behind it."""
         request = model.waiting.get(seq)
-        if request is None or model.next_seq in model.waiting or seq < model.next_seq:
+        if request is None or seq < model.next_seq:
+            return
+        if model.next_seq in model.waiting:  # it has come, and another one behind it may not
+            self._limit_wait(model, seq)
             return
         line = {
             "error": f"the request with seq_id {model.next_seq} did not come within {_GAP_TIMEOUT_S:g} s, and nothing is "

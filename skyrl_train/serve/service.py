@@ -218,7 +218,6 @@ class Service:
         self, tenant: str, verb: str, owner: str, seq: int, content: Mapping[str, Any], body: bytes = b""
     ) -> dict[str, Any]:
         """Accept a request, have it executed if it is a new one, and return what the client is promised."""
-        model_id = owner if owner in self.records.models or seq == 0 else None
         if f"{owner}:{seq}" not in self.records.promises:
             self.limits.require_turn(self.records, tenant)
             if verb in MAKES_MODEL:
@@ -230,7 +229,7 @@ class Service:
         request_id, request = await self.ledger.accept(tenant, verb, owner, seq, content, body)
         if request is not None:
             self._scheduler.begin(request)
-        return {"request_id": request_id, "model_id": model_id}
+        return {"request_id": request_id, "model_id": owner if owner in self.records.models else None}
 
 
 def _whole(content: Mapping[str, Any], name: str) -> int:

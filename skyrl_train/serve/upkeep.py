@@ -69,8 +69,8 @@ class Upkeep:
             model.behind_anchor.clear()
             model.is_in_memory = True
 
-    async def after(self, model: Model, request: Request, line: Line) -> None:
-        """Do what is due behind a verb whose outcome is on disk."""
+    async def after(self, model: Model, request: Request, line: Line, replaced: Checkpoint | None) -> None:
+        """Do what is due behind a verb whose outcome is on disk. `replaced`: the checkpoint whose path it has taken."""
         model.num_since_anchor += 1
         if "error" in line:
             return
@@ -79,6 +79,10 @@ class Upkeep:
             await self._ledger.compact(older_than=time.time() - _KEPT_S)
         if "made" in line:
             await self._remove_snapshots(model)
+        if replaced is not None and not self._is_to_be_loaded(replaced):
+            await asyncio.to_thread(shutil.rmtree, self._folder / replaced.folder, True)
+        if request.verb == "unload_model" and model.anchor >= 0:
+            await self._verbs.remove_anchor(model, model.anchor)
 
     async def before_outcome(self, model: Model, request: Request, line: Line) -> None:
         """Do what must be on disk before the outcome is: a loaded state, since what was loaded may be deleted."""
@@ -130,6 +134,10 @@ class Upkeep:
             if not self._is_reached(checkpoint):
                 await self._ledger.note({"deleted": checkpoint.path})
                 await asyncio.to_thread(shutil.rmtree, self._folder / checkpoint.folder, True)
+
+    def _is_to_be_loaded(self, checkpoint: Checkpoint) -> bool:
+        waiting = (each for model in self._records.models.values() for each in model.waiting.values())
+        return any(each.content.get("folder") == checkpoint.folder for each in waiting)
 
     def _is_reached(self, checkpoint: Checkpoint) -> bool:
         last = checkpoint.at

@@ -323,11 +323,7 @@ class RolloutAnswers:
     def _trajectories(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         sql = f"SELECT {_ROW}, count(*) OVER () AS total FROM trajectories WHERE {{where}}"
         sorts = {**_SORTS, **({"metric": metric} if (metric := metric_column(arguments)) else {})}
-        page = self._page(run, arguments, problems, sql, in_order(arguments, sorts, "step", "uid, sample"))
-        if not page["rows"] and page["offset"]:
-            counted, _ = self._asked(run, arguments, problems, "SELECT count(*) AS n FROM trajectories WHERE {where}")
-            page["total"] = counted[0]["n"]
-        return page
+        return self._page(run, arguments, problems, sql, in_order(arguments, sorts, "step", "uid, sample"))
 
     def _groups(self, run: Run, arguments: Arguments, problems: list[str]) -> Json:
         sample = (
@@ -350,9 +346,11 @@ class RolloutAnswers:
     def _page(self, run: Run, arguments: Arguments, problems: list[str], sql: str, order: str) -> Json:
         """Return some rows of a query whose column `total` counts all."""
         limit, offset = arguments.count("limit", 50, most=500), arguments.count("offset", 0)
-        sql = f"{sql} ORDER BY {order} LIMIT {limit} OFFSET {offset}"
-        rows, seconds = self._asked(run, arguments, problems, sql)
+        rows, seconds = self._asked(run, arguments, problems, f"{sql} ORDER BY {order} LIMIT {limit} OFFSET {offset}")
         total = max((row.pop("total") for row in rows), default=0)
+        if not rows and offset:  # behind the last, no row says how many there are
+            counted, _ = self._asked(run, arguments, problems, f"SELECT count(*) AS n FROM ({sql})")
+            total = counted[0]["n"]
         return {"total": total, "offset": offset, "limit": limit, "seconds": seconds, "rows": rows}
 
     def _turns(self, run: Run, arguments: Arguments, problems: list[str], *, of_one: bool) -> list[Json]:

@@ -6,7 +6,6 @@ if TYPE_CHECKING:
     from skyrl_train.plan.memory.device import (
         WANTED as WANTED,
         memory_lines as memory_lines,
-        optimizer_state_bytes as optimizer_state_bytes,
         wanted_positions as wanted_positions,
     )
 

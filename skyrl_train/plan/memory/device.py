@@ -22,7 +22,6 @@ from skyrl_train.config.derived import LearnerSettings
 from skyrl_train.config.models import (
     STATE_BUCKET_BYTES,
     GeneratorConfig,
-    OptimizerConfig,
     PlacementConfig,
     PlatformConfig,
     mesh_sizes,
@@ -32,6 +31,7 @@ from skyrl_train.errors import MemoryLimitError, Violation, byte_size, three_dig
 from skyrl_train.learner.memory import DeviceShare, Effort, Phase, PredictedPasses
 from skyrl_train.model.sizes import model_sizes, of_depth, read_architecture
 from skyrl_train.parts import OPTIMIZERS
+from skyrl_train.plan.batch_plan import optimizer_state_bytes
 from skyrl_train.plan.forms.scale import Device
 
 if TYPE_CHECKING:
@@ -314,11 +314,6 @@ def _learner_without_weights(
     from skyrl_train.plan.memory.traced_learner import learner_without_weights  # and with it torch
 
     return learner_without_weights(settings, architecture, share)
-
-
-def optimizer_state_bytes(optimizer: OptimizerConfig) -> int:
-    """Return the bytes of an optimizer's state for each parameter: AdamW's for a custom one, of which nothing is known."""
-    return 0 if OPTIMIZERS.name_of(optimizer.name) == "sgd" else 8
 
 
 def _state_at_once(settings: LearnerSettings, largest_bytes: int) -> int | None:

@@ -112,9 +112,11 @@ class Updates:
         """At once."""
 
 
-def make_engine(group: Group, folder: Path, gate: RequestGate | None = None) -> GroupEngine:
+def make_engine(
+    group: Group, folder: Path, gate: RequestGate | None = None, *, silence_timeout_s: float = 5.0
+) -> GroupEngine:
     sharing = DeviceSharing(None, shared=False, record_file=folder / "turns.jsonl")
-    return GroupEngine(group, sharing, Updates(), silence_timeout_s=5.0, gate=gate)  # type: ignore[arg-type]
+    return GroupEngine(group, sharing, Updates(), silence_timeout_s=silence_timeout_s, gate=gate)  # type: ignore[arg-type]
 
 
 def test_a_dead_core_under_a_living_actor_costs_its_request_nothing(tmp_path: Path) -> None:
@@ -124,6 +126,15 @@ def test_a_dead_core_under_a_living_actor_costs_its_request_nothing(tmp_path: Pa
     assert group.lost == [f"died: {DEAD}"]
     assert group.alive == [True]
     assert engine.weight_version == 4
+
+
+def test_an_engine_that_is_stopped_is_known_to_hear_nothing_so_that_it_is_ended_where_it_is(tmp_path: Path) -> None:
+    group = Group(DEAD)
+    stopped = group.actors[0]
+    stopped.handle.invoke_coroutine = stopped.handle.ping = Remote(lambda *_: NEVER)
+    assert asyncio.run(make_engine(group, tmp_path, silence_timeout_s=0.05).generate(REQUEST)) == OUTPUT
+    assert group.lost == ["gave no sign of life for 0.05 s"]
+    assert stopped.is_silent
 
 
 def test_a_request_that_an_engine_refuses_is_not_its_death(tmp_path: Path) -> None:

@@ -174,5 +174,9 @@ def test_disk_holds_checkpoints_rollouts_and_the_export() -> None:
     assert found["rollouts"] == 8 * 10 * 50 * (8 + 2 * 3.5)
     few = RolloutsConfig(columns=("policy_logprobs",), columns_dtype="bfloat16", keep_last=4, sample_fraction=0.5)
     assert disk_bytes(plan, LENGTHS, settings.trainer, few, num_parameters=None) == {"rollouts": 8 * 2 * 50 * 9.5}
+    sgd = replace(settings.trainer.policy.optimizer, name="skyrl_train.learner.optimizer:sgd")
+    trainer = replace(settings.trainer, policy=replace(settings.trainer.policy, optimizer=sgd))
+    found = disk_bytes(plan, LENGTHS, trainer, settings.rollouts, num_parameters=100)
+    assert found["checkpoints"] == 3 * 4 * 100, "which keeps nothing of a parameter but itself, however it is named"
     none = replace(TrainerConfig(), dump_rollouts=False)
     assert list(disk_bytes(plan, LENGTHS, none, RolloutsConfig(), num_parameters=None)) == []

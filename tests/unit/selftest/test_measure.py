@@ -120,9 +120,12 @@ def test_without_time_no_piece_is_begun(tmp_path: Path, capsys: pytest.CaptureFi
     assert "measured  0 of 30 pieces" in capsys.readouterr().out
 
 
-def test_a_page_without_the_place_for_the_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["nothing", f"{BEGIN}\nwhat a table would be written over", f"{END}\n{BEGIN}\n"])
+def test_a_page_without_the_place_for_the_table_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     page = tmp_path / "page.md"
-    page.write_text("nothing")
+    page.write_text(text)
     with pytest.raises(SystemExit) as ended:
         main(["--measure", "--docs", str(page)])
     assert ended.value.code == 2

@@ -63,6 +63,14 @@ def test_a_case_that_hangs_is_ended_at_its_deadline() -> None:
     assert time.monotonic() - started < 60
 
 
+def test_a_shared_process_that_is_not_begun_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    shared = SharedProcess()
+    assert len(os.listdir("/proc/self/fd")) == before
+    shared.close()
+    assert not shared.log.exists()
+
+
 @pytest.mark.slow
 def test_cases_share_a_process_until_one_of_them_does_not_pass() -> None:
     shared = SharedProcess()

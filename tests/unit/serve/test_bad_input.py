@@ -74,6 +74,27 @@ def test_messages_whose_parts_do_not_fit_fail_in_their_turn(ann: Caller, change:
     assert ann.logprobs(model, 2), "the number was used: the next request does not wait for it"
 
 
+def test_what_a_client_says_beside_what_is_read_makes_no_model(ann: Caller, server: Any) -> None:
+    model = ann.model()
+    sampler = ann.snapshot(model, 1, 0)
+    known = dict(server.service.records.models)
+    for number, facts in enumerate(({}, {"rank": 8, "seed": 1})):
+        assert "metrics" in ann.outcome(ann.step(model, 2 + number, facts=facts))
+        ann.outcome(ann.sample(sampler, number, facts=facts))
+    assert server.service.records.models == known
+
+
+def test_half_of_a_surrogate_pair_is_answered_as_it_came(ann: Caller, model: str) -> None:
+    def sent(route: str, content: Any) -> Any:
+        return ann.http.post(f"/api/v1/{route}", content=json.dumps(content), headers=ann.headers)
+
+    metadata = {"name": "\ud83d"}
+    session = sent("create_session", {"user_metadata": metadata}).json()["session_id"]
+    assert ann.get(f"sessions/{session}")["user_metadata"] == metadata
+    refused = sent("unload_model", {"model_id": model, "seq_id": "\ud83d"})
+    assert (refused.status_code, "must be a whole number" in refused.json()["error"]) == (400, True)
+
+
 def test_sparse_tensors_are_bounded_and_must_fit(ann: Caller) -> None:
     model = ann.model()
     bad: list[tuple[list[int], list[int], list[int]]] = [

@@ -123,7 +123,9 @@ def test_samples_score_as_a_forward_does_and_snapshots_never_move(ann: Caller) -
     settled(ann, ann.train(model, 1, TWO))
     settled(ann, ann.step(model, 2))
     first = ann.snapshot(model, 3, 100)
-    sent = settled(ann, ann.sample(first, 0, num_samples=3, prompt_logprobs=True, topk_sample_logprobs=2))
+    promise = ann.sample(first, 0, num_samples=3, prompt_logprobs=True, topk_sample_logprobs=2)
+    assert promise["model_id"] is None
+    sent = settled(ann, promise)
     tokens = [1, 2, 3, *sent["sequences"][1]["tokens"]]
     scored = ann.logprobs(model, 4, tokens[:-1])[:-1]
     np.testing.assert_allclose(sent["prompt_logprobs"][1:], scored[:2], atol=1e-4)
@@ -461,6 +463,40 @@ def test_what_never_comes_is_not_waited_for_forever(ann: Caller, monkeypatch: py
     assert (
         "goes back" in ann.send("optim_step", {"adam_params": {}, "model_id": model, "seq_id": 1}, status=422)["error"]
     )
+
+
+def test_nor_behind_one_that_came_late_or_in_a_server_that_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as http:
+        ann = Caller(http)
+        late, again = ann.model(), ann.model()
+        ann.step(again, 3)
+        monkeypatch.setattr("skyrl_train.serve.scheduler._GAP_TIMEOUT_S", 0.3)
+        computing = http.service.bases.of("")
+        take_step = computing.optim_step
+        monkeypatch.setattr(computing, "optim_step", lambda *given: time.sleep(0.6) or take_step(*given))
+        waiting = ann.step(late, 3)
+        settled(ann, ann.step(late, 1))
+        assert "seq_id 2 did not come" in ann.outcome(waiting)["error"]
+    with serving(tmp_path) as http:
+        assert "seq_id 1 did not come" in Caller(http).outcome({"request_id": f"{again}:3"})["error"]
+
+
+def test_what_is_taken_away_leaves_no_files(tmp_path: Path) -> None:
+    with serving(tmp_path, anchor_every=1) as http:
+        ann = Caller(http)
+        model = ann.model()
+        settled(ann, ann.train(model, 1, TWO))
+        settled(ann, ann.step(model, 2))
+        for seq in (3, 4):
+            ann.done("save_weights", {"model_id": model, "seq_id": seq, "path": "one", "overwrite": True})
+        sent = {"session_id": model.partition(":")[0], "model_seq_id": 1, "path": f"tinker://{model}/weights/one"}
+        assert len(ann.logprobs(ann.done("load_weights", sent)["model_id"], 1)) == 4
+        assert sorted(each.name for each in (tmp_path / "models" / "000000").iterdir()) == ["a2", "c4"]
+        ann.done("unload_model", {"model_id": model, "seq_id": 5})
+        ann.model()  # behind which the verb before is done with
+        assert [each.name for each in (tmp_path / "models" / "000000").iterdir()] == ["c4"], "its checkpoints stay"
 
 
 def test_a_session_that_is_finished_is_told_so(ann: Caller) -> None:

@@ -105,6 +105,33 @@ def test_passes_that_wait_together_are_computed_as_one_and_a_wrong_one_is_told_a
         callers[0].done("unload_model", {"model_id": models[0], "seq_id": 3})
 
 
+def test_a_model_that_cannot_come_back_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path, models_in_memory=1) as http:
+        ann, bob = Caller(http), Caller(http, "tml-bob-key")
+        broken, well = ann.model(), bob.model()
+        rows = [datum([1, 2, 3, 4])]
+        ann.outcome(ann.train(broken, 1, rows))
+        settled = ann.outcome(ann.step(broken, 2))
+        assert "error" not in settled
+        bob.outcome(bob.train(well, 1, rows))
+        (file,) = (tmp_path / "models" / "000000").glob("a2/model.safetensors")
+        file.write_bytes(b"damaged")
+        computing, may_go = http.service.bases.of(""), threading.Event()
+        compute = computing.forward_backward
+
+        def held(*given: Any) -> Any:
+            may_go.wait(60)
+            return compute(*given)
+
+        monkeypatch.setattr(computing, "forward_backward", held)
+        first = bob.train(well, 2, rows)
+        promises = ann.train(broken, 3, rows), bob.train(well, 3, rows)
+        may_go.set()
+        assert "metrics" in bob.outcome(first)
+        assert "error" in ann.outcome(promises[0])
+        assert "metrics" in bob.outcome(promises[1])
+
+
 @pytest.mark.slow
 def test_a_journal_is_written_without_what_is_over_and_a_server_starts_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -156,6 +156,14 @@ def test_wrong_arguments_are_named(ask: Asked) -> None:
     ask("secrets", 404)
 
 
+@pytest.mark.parametrize("name", ["trajectories", "groups"])
+def test_a_page_behind_the_last_says_how_many_there_are(ask: Asked, name: str) -> None:
+    chosen = {"step_min": 2, "step_max": 2}
+    total = ask(name, limit=1, **chosen)["total"]
+    assert total > 1
+    assert (ask(name, offset=total, **chosen)["rows"], ask(name, offset=total, **chosen)["total"]) == ([], total)
+
+
 def test_groups_are_sorted_by_the_spread_of_their_rewards(ask: Asked, rows: list[Json]) -> None:
     groups = ask("groups", limit=500)["rows"]
     spreads = [group["spread"] for group in groups if group["spread"] is not None]
