@@ -138,8 +138,8 @@ def _rollout_seconds(
     engine: EngineRates, lengths: RowLengths, samples: float, *, same_prompt: int, longer: float = 1.0
 ) -> float:
     """Of so many samples on one engine, in waves of its slots; `longer`: how much so their responses are than `lengths`."""
-    prompts, responses = sampled_lengths(lengths)
-    responses = longer * responses
+    prompts, sampled = sampled_lengths(lengths)
+    responses = longer * sampled
     together = min(samples, engine.slots)
     # The longest of n draws is the quantile n / (n + 1), nearly.
     steps = samples / max(1.0, together) * float(np.quantile(responses, together / (together + 1)))
