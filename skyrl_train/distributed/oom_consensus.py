@@ -88,7 +88,7 @@ class Collective:
     """Who sum up what was received once more (HSDP)."""
 
     def take_part(self) -> None:
-        """Join it with zeros. Raises torch.OutOfMemoryError where there is not even room for these."""
+        """Join it with zeros. Raises what `is_out_of_memory` knows where there is not even room for these."""
         sent = torch.zeros(self.num_sent, dtype=self.dtype, device=self.device)
         received = torch.empty(self.num_received, dtype=self.dtype, device=self.device)
         if self.op is None:
@@ -192,8 +192,11 @@ class OomConsensus:
         for collective in (self._expected or ())[len(self._done) :]:
             try:
                 collective.take_part()
-            except torch.OutOfMemoryError:
-                torch.accelerator.empty_cache()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if torch.accelerator.is_available():
+                    torch.accelerator.empty_cache()
                 collective.take_part()
 
 

@@ -203,7 +203,7 @@ async def _ask_service(url: str, task: Mapping[str, Any], address: Address, time
         if reply.status != 200:
             raise _failed(f"the service answered with status {reply.status}: {reply.beginning}")
         answer = reply.json()
-    except httpx.TimeoutException as error:
+    except httpx.ReadTimeout as error:  # one that cannot be reached has not begun, and failed
         raise asyncio.TimeoutError from error
     except (httpx.HTTPError, EngineError, UnreadableReply) as error:
         raise _failed(f"the service failed ({describe(error)})") from error

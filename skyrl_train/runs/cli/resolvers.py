@@ -347,4 +347,5 @@ def _newest_state(folder: Path) -> Path | None:
     if (folder / STATE_FILE).is_file():
         return folder / STATE_FILE
     found = [*folder.glob(f"checkpoints/step_*/{STATE_FILE}"), *folder.glob(f"step_*/{STATE_FILE}")]
-    return max(found, key=lambda file: file.parent.name, default=None)
+    # Names have six digits, and more from step 1,000,000 on.
+    return max(found, key=lambda file: (len(file.parent.name), file.parent.name), default=None)

@@ -175,6 +175,23 @@ def test_a_rank_without_memory_goes_on_to_the_end_of_its_micro_batch(number: int
         assert found == [("out of memory: ", agreed), ("out of memory: 8 bytes were to be allocated", agreed)]
 
 
+def test_a_rank_without_memory_joins_again_where_the_zeros_have_no_room_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined = KnownCollective.take_part
+    refused: set[int] = set()
+
+    def take_part(collective: KnownCollective) -> None:
+        if collective.number not in refused:  # type: ignore[attr-defined]
+            refused.add(collective.number)  # type: ignore[attr-defined]
+            raise RuntimeError("Failed to CUDA calloc 4 bytes")  # as NCCL says it
+        joined(collective)
+
+    monkeypatch.setattr(KnownCollective, "take_part", take_part)
+    assert followed({1: (1, 2, torch.OutOfMemoryError("a"))}) == [("out of memory: ", 3), ("out of memory: a", 3)]
+    assert refused == set(range(2, NUM_COLLECTIVES))
+
+
 def test_both_may_run_out_of_memory_in_one_micro_batch_or_in_two() -> None:
     first, second = torch.OutOfMemoryError("a"), torch.OutOfMemoryError("b")
     assert followed({0: (1, 2, first), 1: (1, 5, second)}) == [("out of memory: a", 3), ("out of memory: b", 3)]
