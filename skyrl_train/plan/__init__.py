@@ -7,7 +7,6 @@ if TYPE_CHECKING:
         BatchPlan as BatchPlan,
         SFTPlan as SFTPlan,
         make_batch_plan as make_batch_plan,
-        optimizer_state_bytes as optimizer_state_bytes,
     )
     from skyrl_train.plan.dry_run import (
         expected_peak_bytes as expected_peak_bytes,

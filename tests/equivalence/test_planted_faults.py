@@ -70,7 +70,7 @@ def row_mean_kl(patch: pytest.MonkeyPatch) -> None:
 def unmasked_mean(patch: pytest.MonkeyPatch) -> None:
     """Advantages are whitened with a mean over every token, prompts and padding included."""
 
-    def planted(values: Tensor, mask: Tensor) -> Tensor:
+    def planted(values: Tensor, mask: Tensor, **_: object) -> Tensor:
         return torch.where(mask, (values - values.mean()) / values[mask].std(), 0.0)
 
     patch.setattr("skyrl_train.batch.steps.minibatch.whiten", planted)

@@ -22,7 +22,7 @@ from skyrl_train.config.rules import FIELDS as SIZE_FIELDS, validate_config
 from skyrl_train.data.sources import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation, counted, three_digits
 from skyrl_train.model.sizes import ModelSizes, model_sizes, read_architecture
-from skyrl_train.plan import head_violations, optimizer_state_bytes, plan_memory, positions_that_fit
+from skyrl_train.plan import head_violations, plan_memory, positions_that_fit
 from skyrl_train.plan.forms import (
     LAYOUT_SETTINGS,
     Allocation,
@@ -37,7 +37,7 @@ from skyrl_train.plan.forms import (
     rank_forms,
     step_work,
 )
-from skyrl_train.plan.memory import WANTED, wanted_positions
+from skyrl_train.plan.memory import WANTED, optimizer_state_bytes, wanted_positions
 from skyrl_train.system import Devices
 
 C = TypeVar("C", Config, SFTConfig, AnyConfig)
